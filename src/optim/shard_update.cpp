@@ -1,0 +1,151 @@
+// Merging is pure; applying checks everything first, because a step that stops half way leaves
+// master and moments of different ages.
+#include "hopshard/optim/shard_update.hpp"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "hopshard/core/error.hpp"
+
+namespace hopshard {
+namespace {
+
+template <typename T>
+std::span<T> part(std::span<T> arena, const Segment& segment) {
+  return arena.subspan(static_cast<std::size_t>(segment.begin),
+                       static_cast<std::size_t>(segment.end - segment.begin));
+}
+
+void check_arena(const char* name, std::size_t numel, std::int64_t arena_numel) {
+  HOPSHARD_CHECK(numel == static_cast<std::size_t>(arena_numel), InvalidArgument,
+                 "shard update: ", name, " has ", numel, " elements, the arena ", arena_numel);
+}
+
+template <typename Settings>
+const Settings& settings_of(const Segment& segment, std::span<const Settings> settings) {
+  HOPSHARD_CHECK(static_cast<std::size_t>(segment.group) < settings.size(), InvalidArgument,
+                 "shard update: segment [", segment.begin, ", ", segment.end, ") is of group ",
+                 segment.group, ", but there are settings for ", settings.size(), " groups");
+  return settings[static_cast<std::size_t>(segment.group)];
+}
+
+template <typename T>
+void apply_adam(std::int64_t arena_numel, std::span<const Segment> passes, std::span<T> master,
+                std::span<const T> grad, std::span<T> exp_avg, std::span<T> exp_avg_sq,
+                std::span<const AdamSettings> settings, double grad_scale) {
+  check_arena("master", master.size(), arena_numel);
+  check_arena("grad", grad.size(), arena_numel);
+  check_arena("exp_avg", exp_avg.size(), arena_numel);
+  check_arena("exp_avg_sq", exp_avg_sq.size(), arena_numel);
+  for (const Segment& pass : passes) static_cast<void>(settings_of(pass, settings));
+  for (const Segment& pass : passes) {
+    adam_step(part(master, pass), part(grad, pass), part(exp_avg, pass), part(exp_avg_sq, pass),
+              settings_of(pass, settings), pass.step, grad_scale);
+  }
+}
+
+template <typename T>
+void apply_sgd(std::int64_t arena_numel, std::span<const Segment> passes, std::span<T> master,
+               std::span<const T> grad, std::span<T> momentum_buffer,
+               std::span<const SgdSettings> settings, double grad_scale) {
+  check_arena("master", master.size(), arena_numel);
+  check_arena("grad", grad.size(), arena_numel);
+  const bool has_momentum = std::any_of(passes.begin(), passes.end(), [&](const Segment& pass) {
+    return settings_of(pass, settings).momentum != 0;
+  });
+  if (has_momentum || !momentum_buffer.empty()) {
+    check_arena("momentum_buffer", momentum_buffer.size(), arena_numel);
+  }
+  for (const Segment& pass : passes) {
+    const SgdSettings& group = settings_of(pass, settings);
+    HOPSHARD_CHECK(!group.nesterov || (group.momentum > 0 && group.dampening == 0), InvalidArgument,
+                   "shard update: nesterov of group ", pass.group,
+                   " needs a momentum above 0 and no dampening");
+  }
+  for (const Segment& pass : passes) {
+    const std::span<T> momentum =
+        momentum_buffer.empty() ? momentum_buffer : part(momentum_buffer, pass);
+    sgd_step(part(master, pass), part(grad, pass), momentum, settings_of(pass, settings),
+             /*first_step=*/pass.step == 1, grad_scale);
+  }
+}
+
+bool any_group_has_zero_eps(std::span<const Segment> passes,
+                            std::span<const AdamSettings> settings) {
+  return std::any_of(passes.begin(), passes.end(),
+                     [&](const Segment& pass) { return settings_of(pass, settings).eps == 0; });
+}
+
+}  // namespace
+
+std::vector<Segment> merge_segments(std::span<const Segment> segments, Padding padding) {
+  std::vector<Segment> merged;
+  bool may_join = false;  // False at the start and after a skipped segment.
+  std::int64_t previous_end = 0;
+  for (const Segment& segment : segments) {
+    HOPSHARD_CHECK(segment.begin >= previous_end && segment.begin <= segment.end, InvalidArgument,
+                   "segment [", segment.begin, ", ", segment.end,
+                   ") is reversed or does not follow the one that ends at ", previous_end);
+    const bool is_skipped = segment.group == Segment::kSkipped;
+    HOPSHARD_CHECK(is_skipped || (segment.group >= 0 && segment.step >= 1), InvalidArgument,
+                   "segment [", segment.begin, ", ", segment.end, ") has group ", segment.group,
+                   " and step ", segment.step);
+    previous_end = segment.end;
+    if (segment.begin == segment.end) continue;
+    if (is_skipped) {
+      may_join = false;
+      continue;
+    }
+    const bool joins = may_join && merged.back().group == segment.group &&
+                       merged.back().step == segment.step &&
+                       (padding == Padding::kSwallow || merged.back().end == segment.begin);
+    if (joins) {
+      merged.back().end = segment.end;
+    } else {
+      merged.push_back(segment);
+    }
+    may_join = true;
+  }
+  return merged;
+}
+
+ShardUpdate::ShardUpdate(std::int64_t arena_numel, std::span<const Segment> segments)
+    : arena_numel_(arena_numel),
+      exact_passes_(merge_segments(segments, Padding::kKeepOut)),
+      passes_(merge_segments(segments, Padding::kSwallow)) {
+  HOPSHARD_CHECK(arena_numel >= 0, InvalidArgument, "shard update: an arena of ", arena_numel,
+                 " elements");
+  HOPSHARD_CHECK(segments.empty() || segments.back().end <= arena_numel, InvalidArgument,
+                 "shard update: segment [", segments.back().begin, ", ", segments.back().end,
+                 ") is outside an arena of ", arena_numel, " elements");
+}
+
+void ShardUpdate::adam(std::span<float> master, std::span<const float> grad,
+                       std::span<float> exp_avg, std::span<float> exp_avg_sq,
+                       std::span<const AdamSettings> settings, double grad_scale) const {
+  const bool keep_out = any_group_has_zero_eps(passes_, settings);
+  apply_adam(arena_numel_, keep_out ? exact_passes_ : passes_, master, grad, exp_avg, exp_avg_sq,
+             settings, grad_scale);
+}
+
+void ShardUpdate::adam(std::span<double> master, std::span<const double> grad,
+                       std::span<double> exp_avg, std::span<double> exp_avg_sq,
+                       std::span<const AdamSettings> settings, double grad_scale) const {
+  const bool keep_out = any_group_has_zero_eps(passes_, settings);
+  apply_adam(arena_numel_, keep_out ? exact_passes_ : passes_, master, grad, exp_avg, exp_avg_sq,
+             settings, grad_scale);
+}
+
+void ShardUpdate::sgd(std::span<float> master, std::span<const float> grad,
+                      std::span<float> momentum_buffer, std::span<const SgdSettings> settings,
+                      double grad_scale) const {
+  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings, grad_scale);
+}
+
+void ShardUpdate::sgd(std::span<double> master, std::span<const double> grad,
+                      std::span<double> momentum_buffer, std::span<const SgdSettings> settings,
+                      double grad_scale) const {
+  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings, grad_scale);
+}
+
+}  // namespace hopshard

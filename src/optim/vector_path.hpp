@@ -1,0 +1,40 @@
+// Compiles a loop twice, once for any CPU and once for AVX2 + FMA, and picks at run time, so that
+// one wheel is fast everywhere. The loops say `fused_multiply_add` where torch's kernels contract,
+// and are compiled with -ffp-contract=off elsewhere: both copies give the same bits.
+#pragma once
+
+#include <cmath>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HOPSHARD_HAS_AVX2_PATH 1
+#define HOPSHARD_AVX2 [[gnu::target("avx2,fma")]]
+#else
+#define HOPSHARD_HAS_AVX2_PATH 0
+#endif
+
+// A loop body takes on the instruction set of the function that it is inlined into.
+#define HOPSHARD_LOOP [[gnu::always_inline]] inline
+
+namespace hopshard::detail {
+
+inline bool has_avx2() {
+#if HOPSHARD_HAS_AVX2_PATH
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return has;
+#else
+  return false;
+#endif
+}
+
+// The builtins rather than std:: functions, which are calls of the baseline instruction set when
+// the optimiser is off. Without hardware FMA they are slow library calls of the same result.
+HOPSHARD_LOOP float fused_multiply_add(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+HOPSHARD_LOOP double fused_multiply_add(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
+HOPSHARD_LOOP float square_root(float x) { return __builtin_sqrtf(x); }
+HOPSHARD_LOOP double square_root(double x) { return __builtin_sqrt(x); }
+
+}  // namespace hopshard::detail
