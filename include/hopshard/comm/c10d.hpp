@@ -1,0 +1,35 @@
+// The `c10d` backend runs over a ProcessGroup that torch made (Gloo is the embedded default).
+// Groups are made in Python, because torch ships no Gloo headers; C++ only uses them. Next:
+// registry.hpp.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+
+#include "hopshard/comm/communicator.hpp"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace hopshard {
+
+/// A communicator over an existing process group; include torch's ProcessGroup.hpp to call it.
+///
+/// Sums: reduce_scatter, and all_reduce of up to 1 MiB over all ranks, add in the order of the
+/// group's ranks, bf16 and fp16 in fp32. Larger all_reduce sums run in the process group (bf16 and
+/// fp16 as fp32 there): the same on all ranks, but in an order of its choice.
+/// Scratch memory: reduce_scatter the size of its input; all_reduce max n * size() elements.
+/// Time limits run from the issue of a call. After any failure the communicator stays unusable and
+/// tells its peers through the group's store, so that they fail too instead of waiting for their
+/// limit.
+///
+/// @param process_group  its ranks are those of `group`, in the same order.
+/// @param timeout        the time limit of calls that name none.
+/// @throws InvalidArgument  null, or rank or size differ from the group's.
+[[nodiscard]] CommunicatorPtr make_c10d_communicator(
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
+    std::chrono::milliseconds timeout);
+
+}  // namespace hopshard

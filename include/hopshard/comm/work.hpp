@@ -1,0 +1,28 @@
+// A collective in flight. Next: communicator.hpp.
+#pragma once
+
+#include <memory>
+
+namespace hopshard {
+
+/// A collective in flight; used by one thread.
+///
+/// Lifetime: dropping a Work that was not waited for waits in its destructor, logs what went
+/// wrong and never throws, because the peers may still read this rank's buffers.
+class Work {
+ public:
+  Work() = default;
+  virtual ~Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+
+  /// Makes the caller (CPU: this thread) wait for the result. Idempotent.
+  /// @throws TimeoutError, CommError  naming backend, op, tag, group and rank.
+  virtual void wait() = 0;
+};
+using WorkPtr = std::unique_ptr<Work>;
+
+/// A Work whose result is already there.
+[[nodiscard]] WorkPtr make_finished_work();
+
+}  // namespace hopshard

@@ -1,0 +1,281 @@
+// Groups, communicators and meters. Every call that may wait for another rank releases the GIL.
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "bindings.hpp"
+#include "hopshard/comm/c10d.hpp"
+#include "hopshard/comm/communicator.hpp"
+#include "hopshard/comm/decorators.hpp"
+#include "hopshard/comm/local.hpp"
+#include "hopshard/comm/process_groups.hpp"
+#include "hopshard/comm/recording.hpp"
+#include "hopshard/comm/registry.hpp"
+#include "hopshard/core/error.hpp"
+#include "hopshard/metrics/meter.hpp"
+
+namespace hopshard::python {
+
+namespace py = pybind11;
+
+namespace {
+
+using Milliseconds = std::int64_t;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+/// Dropping a Work waits for it, and Python drops objects while it holds the GIL, which another
+/// rank thread of the process may need in order to arrive.
+class PyWork {
+ public:
+  explicit PyWork(WorkPtr work) : work_(std::move(work)) {}
+  PyWork(PyWork&&) = default;
+  ~PyWork() {
+    if (work_) {
+      const py::gil_scoped_release release;
+      work_.reset();
+    }
+  }
+
+  void wait() const { work_->wait(); }
+
+ private:
+  WorkPtr work_;
+};
+
+ReduceOp parse_op(const std::string& op) {
+  if (op == "sum") {
+    return ReduceOp::kSum;
+  }
+  HOPSHARD_CHECK(op == "max", InvalidArgument, "unknown reduction '", op,
+                 "'; legal are 'sum' and 'max' (a mean is a sum scaled by the caller)");
+  return ReduceOp::kMax;
+}
+
+CommOptions make_options(std::string tag, Milliseconds timeout_ms) {
+  return {.timeout = std::chrono::milliseconds(timeout_ms), .tag = std::move(tag)};
+}
+
+/// The returned Work is made without the GIL and becomes a Python object with it.
+template <typename Issue>
+std::unique_ptr<PyWork> issue(Issue call) {
+  const py::gil_scoped_release release;
+  return std::make_unique<PyWork>(call());
+}
+
+void bind_group(py::module_& m) {
+  py::class_<Group>(m, "Group",
+                    "Ranks that communicate: who takes part, who I am, where chunks lie.")
+      .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::vector<int> slots) {
+             Group group{std::move(name), std::move(ranks), rank, std::move(slots)};
+             group.validate();
+             return group;
+           }),
+           py::arg("name"), py::arg("ranks"), py::arg("rank"),
+           py::arg("slots") = std::vector<int>{})
+      .def_readonly("name", &Group::name)
+      .def_readonly("ranks", &Group::ranks)
+      .def_readonly("rank", &Group::rank)
+      .def_readonly("slots", &Group::slots)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("global_rank", &Group::global_rank)
+      .def(
+          "slot_of",
+          [](const Group& self, int member) {
+            HOPSHARD_CHECK(member >= 0 && member < self.size(), InvalidArgument, "group '",
+                           self.name, "' has no member ", member);
+            return self.slot_of(member);
+          },
+          py::arg("member"))
+      .def("__repr__", [](const Group& self) {
+        return detail::concatenate("Group('", self.name, "', rank ", self.rank, " of ", self.size(),
+                                   ")");
+      });
+}
+
+void bind_communicator(py::module_& m) {
+  py::class_<PyWork>(m, "Work", "A collective in flight.").def("wait", &PyWork::wait, ReleaseGil());
+
+  py::class_<Communicator, CommunicatorPtr>(m, "Communicator",
+                                            "Collective operations over one group of ranks.")
+      .def_property_readonly("group", &Communicator::group)
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("backend",
+                             [](const Communicator& self) { return std::string(self.backend()); })
+      .def(
+          "all_gather",
+          [](Communicator& self, at::Tensor output, at::Tensor input, std::string tag,
+             Milliseconds timeout_ms) {
+            return issue([&] {
+              return self.all_gather(std::move(output), std::move(input),
+                                     make_options(std::move(tag), timeout_ms));
+            });
+          },
+          py::arg("output"), py::arg("input"), py::arg("tag") = "", py::arg("timeout_ms") = 0)
+      .def(
+          "reduce_scatter",
+          [](Communicator& self, at::Tensor output, at::Tensor input, const std::string& op,
+             std::string tag, Milliseconds timeout_ms) {
+            return issue([&] {
+              return self.reduce_scatter(std::move(output), std::move(input), parse_op(op),
+                                         make_options(std::move(tag), timeout_ms));
+            });
+          },
+          py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("tag") = "",
+          py::arg("timeout_ms") = 0)
+      .def(
+          "all_reduce",
+          [](Communicator& self, at::Tensor tensor, const std::string& op, std::string tag,
+             Milliseconds timeout_ms) {
+            return issue([&] {
+              return self.all_reduce(std::move(tensor), parse_op(op),
+                                     make_options(std::move(tag), timeout_ms));
+            });
+          },
+          py::arg("tensor"), py::arg("op") = "sum", py::arg("tag") = "", py::arg("timeout_ms") = 0)
+      .def(
+          "broadcast",
+          [](Communicator& self, at::Tensor tensor, int root, std::string tag,
+             Milliseconds timeout_ms) {
+            return issue([&] {
+              return self.broadcast(std::move(tensor), root,
+                                    make_options(std::move(tag), timeout_ms));
+            });
+          },
+          py::arg("tensor"), py::arg("root"), py::arg("tag") = "", py::arg("timeout_ms") = 0)
+      .def(
+          "barrier",
+          [](Communicator& self, std::string tag, Milliseconds timeout_ms) {
+            self.barrier(make_options(std::move(tag), timeout_ms));
+          },
+          py::arg("tag") = "", py::arg("timeout_ms") = 0, ReleaseGil())
+      .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());
+}
+
+void bind_backends(py::module_& m) {
+  py::class_<LocalHub, std::shared_ptr<LocalHub>>(
+      m, "LocalHub", "Where ranks that are threads of this process meet.")
+      .def(py::init([](int world_size, Milliseconds timeout_ms) {
+             return std::make_shared<LocalHub>(world_size, std::chrono::milliseconds(timeout_ms));
+           }),
+           py::arg("world_size"), py::arg("timeout_ms") = LocalHub::kDefaultTimeout.count())
+      .def_property_readonly("world_size", &LocalHub::world_size)
+      .def("communicator", &LocalHub::communicator, py::arg("group"), ReleaseGil())
+      .def("abort", &LocalHub::abort, py::arg("reason"), ReleaseGil())
+      .def("rank_failed", &LocalHub::rank_failed, py::arg("global_rank"), py::arg("reason"),
+           ReleaseGil());
+
+  m.def(
+      "c10d_communicator",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, Group group,
+         Milliseconds timeout_ms) {
+        return make_c10d_communicator(process_group, std::move(group),
+                                      std::chrono::milliseconds(timeout_ms));
+      },
+      py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"));
+
+  m.def(
+      "recording_communicator",
+      [](CommunicatorPtr inner, Group group, std::shared_ptr<Meter> meter, int ranks_per_node,
+         std::shared_ptr<CallLog> log) {
+        return make_recording_communicator(std::move(inner), std::move(group), std::move(meter),
+                                           ranks_per_node, std::move(log));
+      },
+      py::arg("inner").none(true), py::arg("group"), py::arg("meter"), py::arg("ranks_per_node"),
+      py::arg("log") = py::none());
+
+  m.def(
+      "delayed_communicator",
+      [](CommunicatorPtr inner, std::uint64_t seed, std::int64_t max_delay_us,
+         std::int64_t fail_at_call, std::int64_t hang_at_call, Milliseconds hang_limit_ms) {
+        DelayedOptions options;
+        options.seed = seed;
+        options.max_delay = std::chrono::microseconds(max_delay_us);
+        options.fail_at_call = fail_at_call;
+        options.hang_at_call = hang_at_call;
+        options.hang_limit = std::chrono::milliseconds(hang_limit_ms);
+        return make_delayed_communicator(std::move(inner), options);
+      },
+      py::arg("inner"), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
+      py::arg("fail_at_call") = -1, py::arg("hang_at_call") = -1,
+      py::arg("hang_limit_ms") = 60'000);
+
+  m.def("backends", [] {
+    py::dict result;
+    for (const BackendInfo& backend : backends()) {
+      result[py::str(backend.name)] = py::cast(backend.why_not);
+    }
+    return result;
+  });
+}
+
+void bind_meter(py::module_& m) {
+  py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "Named integer counters of one rank.")
+      .def(py::init<>())
+      .def("add", &Meter::add, py::arg("name"), py::arg("amount") = 1)
+      .def("record_peak", &Meter::record_peak, py::arg("name"), py::arg("value"))
+      .def("value", &Meter::value, py::arg("name"))
+      .def("counters", &Meter::counters)
+      .def("reset", &Meter::reset)
+      .def(
+          "comm_total",
+          [](const Meter& self, const std::string& quantity, std::string group, std::string op,
+             std::string kind) {
+            return comm_total(self, quantity, {std::move(group), std::move(op), std::move(kind)});
+          },
+          py::arg("quantity"), py::arg("group") = "", py::arg("op") = "", py::arg("kind") = "");
+
+  py::class_<RecordedCall>(m, "RecordedCall", "One collective as this rank issued it.")
+      .def_readonly("op", &RecordedCall::op)
+      .def_readonly("tag", &RecordedCall::tag)
+      .def_readonly("group", &RecordedCall::group)
+      .def_readonly("numel", &RecordedCall::numel)
+      .def_property_readonly("dtype",
+                             [](const RecordedCall& self) -> std::optional<at::ScalarType> {
+                               if (self.dtype == at::ScalarType::Undefined) {
+                                 return std::nullopt;
+                               }
+                               return self.dtype;
+                             })
+      .def("__repr__", [](const RecordedCall& self) {
+        return detail::concatenate(self.op, " '", self.tag, "' of ", self.numel, " in '",
+                                   self.group, "'");
+      });
+  py::class_<CallLog, std::shared_ptr<CallLog>>(m, "CallLog",
+                                                "The order in which a rank issued collectives.")
+      .def(py::init<>())
+      .def("calls", &CallLog::calls)
+      .def("clear", &CallLog::clear);
+}
+
+void bind_process_groups(py::module_& m) {
+  py::class_<ProcessGroups>(m, "ProcessGroups", "The communicators of one rank.")
+      .def_readonly("world", &ProcessGroups::world)
+      .def_readonly("sharding", &ProcessGroups::sharding)
+      .def_readonly("replication", &ProcessGroups::replication);
+  // The GIL stays: the factory is Python, and whatever it waits in releases the GIL itself.
+  m.def("make_process_groups", &make_process_groups, py::arg("layout"), py::arg("rank"),
+        py::arg("factory"));
+  m.def("make_world_group", &make_world_group, py::arg("layout"), py::arg("rank"));
+  m.def("make_sharding_group", &make_sharding_group, py::arg("layout"), py::arg("rank"));
+  m.def("make_replication_group", &make_replication_group, py::arg("layout"), py::arg("rank"));
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  bind_group(m);
+  bind_communicator(m);
+  bind_meter(m);
+  bind_backends(m);
+  bind_process_groups(m);
+}
+
+}  // namespace hopshard::python

@@ -1,0 +1,434 @@
+// Over a torch ProcessGroup, by the virtuals of its base class only. What Gloo does badly is done
+// here: its reduce-scatter is a whole all-reduce, it sums bf16 in bf16, refuses some dtypes, and
+// leaves ranks that wait for a failed rank's neighbour alone until their limit.
+#include "hopshard/comm/c10d.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "../describe.hpp"
+#include "../reduce_parts.hpp"
+#include "hopshard/core/error.hpp"
+#include "hopshard/core/log.hpp"
+
+namespace hopshard {
+namespace {
+
+using std::chrono::milliseconds;
+using TorchWork = c10::intrusive_ptr<c10d::Work>;
+
+constexpr std::string_view kBackend = "c10d";
+
+// Up to this many gathered bytes an all-reduce is one all-gather, summed by everybody: one message
+// latency instead of two, and the order of the ranks.
+constexpr std::int64_t kGatheredSumLimitBytes = 1 << 20;
+
+// How long a wait stays quiet before it asks whether another rank failed, and how often it asks.
+constexpr milliseconds kQuietWait{200};
+constexpr milliseconds kPollInterval{200};
+
+// Added to the process group's own limit, so that its error, which says more, comes first.
+constexpr milliseconds kGrace{1000};
+
+std::string text_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text =
+      torch_error != nullptr ? torch_error->what_without_backtrace() : std::string(error.what());
+  return text.substr(0, text.find('\n'));
+}
+
+bool says_timed_out(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  return text.find("timed out") != std::string::npos;
+}
+
+/// What all works of one communicator share: has it failed, here or on another rank?
+class GroupHealth {
+ public:
+  GroupHealth(c10::intrusive_ptr<c10d::Store> store, const Group& group)
+      : store_(std::move(store)), group_(group) {
+    key_ = "hopshard/failed/" + group.name;
+    for (const int rank : group.ranks) {
+      key_ += detail::concatenate("/", rank);
+    }
+  }
+
+  /// Marks the group as failed on this rank and tells the others. The first reason stays.
+  void fail(const std::string& reason) noexcept {
+    {
+      const std::lock_guard lock(mutex_);
+      if (reason_) {
+        return;
+      }
+      reason_ = reason;
+      failed_ = true;
+    }
+    const std::lock_guard lock(store_mutex_);
+    try {
+      if (store_ && !store_->check({key_})) {
+        store_->set(key_, detail::concatenate("global rank ", group_.global_rank(), ": ", reason));
+      }
+    } catch (const std::exception& error) {
+      HOPSHARD_LOG(kDebug, "could not tell group '", group_.name,
+                   "' about a failure: ", error.what());
+    }
+  }
+
+  [[nodiscard]] std::optional<std::string> reason() const {
+    if (!failed_) {
+      return std::nullopt;
+    }
+    const std::lock_guard lock(mutex_);
+    return reason_;
+  }
+
+  /// Asks the store whether another rank of the group failed.
+  [[nodiscard]] std::optional<std::string> reason_of_others() {
+    const std::lock_guard lock(store_mutex_);
+    try {
+      if (store_ && store_->check({key_})) {
+        const std::vector<std::uint8_t> value = store_->get(key_);
+        return "the group failed on " + std::string(value.begin(), value.end());
+      }
+    } catch (const std::exception& error) {
+      return detail::concatenate(
+          "the rendezvous store is gone, so the process that serves it (usually rank 0 or the "
+          "launcher) has probably died: ",
+          text_of(error));
+    }
+    return std::nullopt;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+  const Group group_;
+  std::string key_;
+  std::mutex store_mutex_;
+  mutable std::mutex mutex_;
+  std::atomic<bool> failed_{false};
+  std::optional<std::string> reason_;
+};
+
+/// Throws what `error` means for this call, after marking the group as failed. What another rank
+/// reported first comes along: its failure is often the cause of this one.
+[[noreturn]] void throw_failed(GroupHealth& health, const std::string& call_text,
+                               const std::exception& error, milliseconds timeout) {
+  const std::string cause = text_of(error);
+  const auto others = health.reason_of_others();
+  const std::string first_report = others ? ". Before that, " + *others : "";
+  health.fail(cause + first_report);
+  if (says_timed_out(cause)) {
+    throw TimeoutError(detail::concatenate(
+        call_text, ": not all ranks of the group took part within ", timeout.count(),
+        " ms; look at what the others do instead, or raise the time limit. The transport says: ",
+        cause, first_report));
+  }
+  throw CommError(detail::concatenate(
+      call_text,
+      ": a peer has probably died or issued another operation; look at the output of the other "
+      "ranks first. The transport says: ",
+      cause, first_report));
+}
+
+class C10dWork final : public Work {
+ public:
+  C10dWork(std::shared_ptr<GroupHealth> health, std::string call_text, milliseconds timeout,
+           bool is_on_cpu, TorchWork work, std::function<void()> finish)
+      : health_(std::move(health)),
+        call_text_(std::move(call_text)),
+        timeout_(timeout),
+        deadline_(std::chrono::steady_clock::now() + timeout + kGrace),
+        is_on_cpu_(is_on_cpu),
+        work_(std::move(work)),
+        finish_(std::move(finish)) {}
+
+  ~C10dWork() override {
+    if (waited_) {
+      return;
+    }
+    try {
+      wait();
+    } catch (const std::exception& error) {
+      HOPSHARD_LOG(kError, "a work was dropped without wait() and failed: ", error.what());
+    }
+  }
+
+  void wait() override {
+    if (waited_) {
+      if (error_) {
+        std::rethrow_exception(error_);
+      }
+      return;
+    }
+    waited_ = true;
+    try {
+      wait_for_transport();
+      if (finish_) {
+        finish_();
+      }
+    } catch (const Error&) {
+      error_ = std::current_exception();
+    } catch (const std::exception& error) {
+      try {
+        throw_failed(*health_, call_text_, error, timeout_);
+      } catch (const Error&) {
+        error_ = std::current_exception();
+      }
+    }
+    // The transport may still write into the buffers after a failure; its own work keeps those.
+    finish_ = nullptr;
+    work_.reset();
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+
+ private:
+  void wait_for_transport() {
+    if (!is_on_cpu_) {
+      // Orders the device's stream; the process group's watchdog keeps the time limit.
+      HOPSHARD_CHECK(work_->wait(), CommError, call_text_, ": the process group was aborted");
+      return;
+    }
+    milliseconds slice = kQuietWait;
+    while (!completes_within(slice)) {
+      slice = kPollInterval;
+      if (const auto reason = health_->reason()) {
+        throw CommError(detail::concatenate(call_text_, ": the group has failed: ", *reason));
+      }
+      if (const auto reason = health_->reason_of_others()) {
+        health_->fail(*reason);
+        throw CommError(detail::concatenate(call_text_, ": ", *reason));
+      }
+      if (std::chrono::steady_clock::now() > deadline_) {
+        const std::string cause = "the operation timed out in the transport's queue";
+        health_->fail(cause);
+        throw TimeoutError(detail::concatenate(call_text_, ": not finished within ",
+                                               timeout_.count(), " ms: ", cause));
+      }
+    }
+  }
+
+  /// True once finished; a failed transport throws its error. Waiting for a slice has no side
+  /// effect on the work: it throws if the slice ended first, which isCompleted() tells apart.
+  bool completes_within(milliseconds slice) {
+    try {
+      HOPSHARD_CHECK(work_->wait(slice), CommError, call_text_, ": the process group was aborted");
+      return true;
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception&) {
+      if (!work_->isCompleted()) {
+        return false;
+      }
+    }
+    HOPSHARD_CHECK(work_->wait(), CommError, call_text_, ": the process group was aborted");
+    return true;
+  }
+
+  std::shared_ptr<GroupHealth> health_;
+  std::string call_text_;
+  milliseconds timeout_;
+  std::chrono::steady_clock::time_point deadline_;
+  bool is_on_cpu_;
+  TorchWork work_;
+  std::function<void()> finish_;  ///< Also keeps scratch memory and buffers alive.
+  bool waited_ = false;
+  std::exception_ptr error_;
+};
+
+/// One-dimensional and as bytes: every transport moves uint8, not every one moves bool or bf16.
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.view({tensor.numel()});
+  return flat.scalar_type() == at::kByte ? flat : flat.view(at::kByte);
+}
+
+/// output = chunk 0 op chunk 1 op ..., chunk i from rank i of the group.
+void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size, ReduceOp op) {
+  const std::int64_t numel = output.numel();
+  std::vector<at::Tensor> parts;
+  for (int member = 0; member < size; ++member) {
+    parts.push_back(chunks.narrow(0, member * numel, numel));
+  }
+  detail::reduce_tensors(output.view({numel}), parts, op);
+}
+
+class C10dCommunicator final : public Communicator {
+ public:
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
+                   milliseconds timeout)
+      : Communicator(std::move(group)),
+        process_group_(std::move(process_group)),
+        timeout_(timeout),
+        health_(std::make_shared<GroupHealth>(process_group_->getStore(), this->group())) {}
+
+  [[nodiscard]] std::string_view backend() const noexcept override { return kBackend; }
+
+  void abort(std::string_view reason) override {
+    health_->fail(detail::concatenate("aborted: ", reason));
+  }
+
+ private:
+  WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
+    return issue("all_gather", options, output.is_cpu(), [&](milliseconds timeout, auto&) {
+      const at::Tensor part = as_bytes(input);
+      return start_all_gather(as_bytes(output), part, timeout, /*in_slots=*/true);
+    });
+  }
+
+  WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
+                            const CommOptions& options) override {
+    return issue("reduce_scatter", options, input.is_cpu(),
+                 [&](milliseconds timeout, auto& finish) {
+                   at::Tensor to_send = input.view({input.numel()});
+                   if (!group().has_identity_slots()) {
+                     to_send = in_rank_order(to_send);
+                   }
+                   const at::Tensor received = at::empty({input.numel()}, input.options());
+                   finish = [to_send, received, output, op, size = size()] {
+                     reduce_chunks(output, received, size, op);
+                   };
+                   c10d::AllToAllOptions torch_options;
+                   torch_options.timeout = timeout;
+                   at::Tensor received_bytes = as_bytes(received);
+                   at::Tensor sent_bytes = as_bytes(to_send);
+                   std::vector<std::int64_t> equal_parts;
+                   return process_group_->alltoall_base(received_bytes, sent_bytes, equal_parts,
+                                                        equal_parts, torch_options);
+                 });
+  }
+
+  WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) override {
+    return issue("all_reduce", options, tensor.is_cpu(), [&](milliseconds timeout, auto& finish) {
+      const auto gathered_bytes = static_cast<std::int64_t>(tensor.nbytes()) * size();
+      if (op == ReduceOp::kMax || gathered_bytes <= kGatheredSumLimitBytes) {
+        // Maxima always go this way: transports do not agree on what a maximum with NaN is.
+        const at::Tensor gathered = at::empty({tensor.numel() * size()}, tensor.options());
+        finish = [gathered, tensor, op, size = size()] {
+          reduce_chunks(tensor, gathered, size, op);
+        };
+        return start_all_gather(as_bytes(gathered), as_bytes(tensor), timeout, /*in_slots=*/false);
+      }
+      c10d::AllreduceOptions torch_options;
+      torch_options.timeout = timeout;
+      std::vector<at::Tensor> tensors = {tensor};
+      const at::ScalarType dtype = tensor.scalar_type();
+      if (dtype == at::kBFloat16 || dtype == at::kHalf) {
+        tensors.front() = tensor.to(at::kFloat);
+        finish = [wide = tensors.front(), tensor] {
+          const at::NoGradGuard no_grad;
+          tensor.copy_(wide);
+        };
+      }
+      return process_group_->allreduce(tensors, torch_options);
+    });
+  }
+
+  WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
+    return issue("broadcast", options, tensor.is_cpu(), [&](milliseconds timeout, auto&) {
+      c10d::BroadcastOptions torch_options;
+      torch_options.rootRank = root;
+      torch_options.timeout = timeout;
+      std::vector<at::Tensor> tensors = {as_bytes(tensor)};
+      return process_group_->broadcast(tensors, torch_options);
+    });
+  }
+
+  void do_barrier(const CommOptions& options) override {
+    const std::vector<c10::Device> devices = process_group_->getDeviceTypes();
+    const bool has_cpu = std::any_of(devices.begin(), devices.end(),
+                                     [](const c10::Device& device) { return device.is_cpu(); });
+    issue("barrier", options, has_cpu, [&](milliseconds timeout, auto&) {
+      c10d::BarrierOptions torch_options;
+      torch_options.timeout = timeout;
+      if (has_cpu) {
+        torch_options.device = c10::Device(at::kCPU);
+      }
+      return process_group_->barrier(torch_options);
+    })->wait();
+  }
+
+  /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its
+  /// own buffers alive, `finish` the others.
+  template <typename Start>
+  WorkPtr issue(std::string_view op, const CommOptions& options, bool is_on_cpu, Start start) {
+    const std::string call_text = detail::describe_call(kBackend, op, options.tag, group());
+    if (const auto reason = health_->reason()) {
+      throw CommError(detail::concatenate(
+          call_text, ": the group is unusable since an earlier failure: ", *reason));
+    }
+    const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : timeout_;
+    const at::NoGradGuard no_grad;
+    std::function<void()> finish;
+    try {
+      TorchWork work = start(timeout, finish);
+      return std::make_unique<C10dWork>(health_, call_text, timeout, is_on_cpu, std::move(work),
+                                        std::move(finish));
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw_failed(*health_, call_text, error, timeout);
+    }
+  }
+
+  TorchWork start_all_gather(at::Tensor output, at::Tensor input, milliseconds timeout,
+                             bool in_slots) {
+    c10d::AllgatherOptions torch_options;
+    torch_options.timeout = timeout;
+    if (!in_slots || group().has_identity_slots()) {
+      return process_group_->_allgather_base(output, input, torch_options);
+    }
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (int member = 0; member < size(); ++member) {
+      outputs.front().push_back(
+          output.narrow(0, group().slot_of(member) * input.numel(), input.numel()));
+    }
+    std::vector<at::Tensor> inputs = {input};
+    return process_group_->allgather(outputs, inputs, torch_options);
+  }
+
+  /// A copy of `whole` with the chunks in the order of the ranks that they go to.
+  [[nodiscard]] at::Tensor in_rank_order(const at::Tensor& whole) const {
+    const at::Tensor ordered = at::empty({whole.numel()}, whole.options());
+    const std::int64_t numel = whole.numel() / size();
+    for (int member = 0; member < size(); ++member) {
+      ordered.narrow(0, member * numel, numel)
+          .copy_(whole.narrow(0, group().slot_of(member) * numel, numel));
+    }
+    return ordered;
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  milliseconds timeout_;
+  std::shared_ptr<GroupHealth> health_;
+};
+
+}  // namespace
+
+CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                                       Group group, std::chrono::milliseconds timeout) {
+  group.validate();
+  HOPSHARD_CHECK(process_group, InvalidArgument, "group '", group.name,
+                 "': the process group is None; this process is not a member of it");
+  HOPSHARD_CHECK(process_group->getRank() == group.rank && process_group->getSize() == group.size(),
+                 InvalidArgument, "group '", group.name, "' says rank ", group.rank, " of ",
+                 group.size(), ", but the process group says rank ", process_group->getRank(),
+                 " of ", process_group->getSize(),
+                 "; make it with torch.distributed.new_group(group.ranks)");
+  HOPSHARD_CHECK(timeout.count() > 0, InvalidArgument, "group '", group.name,
+                 "': the time limit must be positive, got ", timeout.count(), " ms");
+  return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(group), timeout);
+}
+
+}  // namespace hopshard

@@ -1,0 +1,31 @@
+#include "describe.hpp"
+
+#include "hopshard/core/error.hpp"
+
+namespace hopshard::detail {
+
+std::string describe_tag(std::string_view tag) {
+  return tag.empty() ? "(no tag)" : concatenate("'", tag, "'");
+}
+
+std::string describe_call(std::string_view backend, std::string_view op, std::string_view tag,
+                          const Group& group) {
+  return concatenate(backend, " ", op, " ", describe_tag(tag), " in group '", group.name,
+                     "' on rank ", group.rank, " of ", group.size(), " (global rank ",
+                     group.global_rank(), ")");
+}
+
+std::string join_ranks(const std::vector<int>& ranks) {
+  std::string text;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) {
+      text += i + 1 == ranks.size() ? " and " : ", ";
+    }
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+std::string_view to_string(ReduceOp op) { return op == ReduceOp::kSum ? "sum" : "max"; }
+
+}  // namespace hopshard::detail

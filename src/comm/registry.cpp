@@ -1,0 +1,30 @@
+#include "hopshard/comm/registry.hpp"
+
+#include "hopshard/core/error.hpp"
+
+namespace hopshard {
+
+const std::vector<BackendInfo>& backends() {
+  static const std::vector<BackendInfo> list = {
+      {"local", "ranks as threads of one process; the reference", std::nullopt},
+      {"recording", "counts calls and bytes, over another backend or alone", std::nullopt},
+      {"c10d", "any torch process group; Gloo comes with torch", std::nullopt},
+  };
+  return list;
+}
+
+const BackendInfo& require_backend(std::string_view name) {
+  std::string known;
+  for (const BackendInfo& backend : backends()) {
+    if (backend.name == name) {
+      HOPSHARD_CHECK(!backend.why_not, ConfigError, "backend '", name,
+                     "' is not available: ", *backend.why_not);
+      return backend;
+    }
+    known += known.empty() ? "" : ", ";
+    known += backend.name;
+  }
+  throw ConfigError(detail::concatenate("unknown backend '", name, "'; this build knows ", known));
+}
+
+}  // namespace hopshard

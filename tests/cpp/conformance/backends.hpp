@@ -1,0 +1,105 @@
+// The backends that the conformance suite runs on, and its data: integer values whose exact result
+// is a formula, so that every comparison is bit for bit.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "hopshard/comm/decorators.hpp"
+#include "hopshard/comm/local.hpp"
+#include "hopshard/comm/recording.hpp"
+
+namespace hopshard::testing {
+
+struct Backend {
+  std::string name;
+  CommunicatorPtr (*make)(LocalHub& hub, const Group& group);
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
+  return out << backend.name;
+}
+
+inline std::vector<Backend> conforming_backends() {
+  return {
+      {"local", [](LocalHub& hub, const Group& group) { return hub.communicator(group); }},
+      {"recording",
+       [](LocalHub& hub, const Group& group) {
+         return make_recording_communicator(hub.communicator(group), group,
+                                            std::make_shared<Meter>(), /*ranks_per_node=*/2);
+       }},
+      {"delayed",
+       [](LocalHub& hub, const Group& group) {
+         DelayedOptions options;
+         options.seed = 7;
+         options.max_delay = std::chrono::microseconds(200);
+         return make_delayed_communicator(hub.communicator(group), options);
+       }},
+  };
+}
+
+inline const std::vector<at::ScalarType>& numeric_dtypes() {
+  static const std::vector<at::ScalarType> list = {
+      at::kByte, at::kChar, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+  return list;
+}
+
+inline std::vector<at::ScalarType> all_dtypes() {
+  std::vector<at::ScalarType> list = numeric_dtypes();
+  list.push_back(at::kBool);
+  return list;
+}
+
+/// Element i of rank `rank`: 0..10, so that sums over 7 ranks are exact in int8 and bf16.
+inline std::int64_t value_of(int rank, std::int64_t i) { return (i * 3 + rank * 5) % 11; }
+
+inline std::int64_t in_dtype(std::int64_t value, at::ScalarType dtype) {
+  return dtype == at::kBool ? static_cast<std::int64_t>(value != 0) : value;
+}
+
+template <typename Formula>
+at::Tensor make_tensor(std::int64_t numel, at::ScalarType dtype, Formula formula) {
+  const at::Tensor values = at::empty({numel}, at::kLong);
+  auto* data = values.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < numel; ++i) {
+    data[i] = formula(i);
+  }
+  return values.to(dtype);
+}
+
+template <typename Formula>
+void expect_equal(const at::Tensor& tensor, Formula formula) {
+  const at::Tensor values = tensor.to(at::kLong).contiguous();
+  const auto* data = values.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < values.numel(); ++i) {
+    if (data[i] != formula(i)) {
+      ADD_FAILURE() << "element " << i << " is " << data[i] << ", expected " << formula(i);
+      return;
+    }
+  }
+}
+
+/// Slots to try: none, reversed, and those of slice order for two nodes where the size is even.
+inline std::vector<std::vector<int>> slot_choices(int size) {
+  std::vector<std::vector<int>> choices = {{}};
+  std::vector<int> reversed;
+  std::vector<int> rotated;
+  for (int member = 0; member < size; ++member) {
+    reversed.push_back(size - 1 - member);
+    rotated.push_back((member + 1) % size);
+  }
+  if (size > 1) {
+    choices.push_back(reversed);
+    choices.push_back(rotated);
+  }
+  return choices;
+}
+
+}  // namespace hopshard::testing

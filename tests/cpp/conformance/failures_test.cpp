@@ -1,0 +1,234 @@
+// What every backend must do when something is wrong: a typed error on every rank that says what
+// happened, and never a hang.
+#include <ATen/ops/empty.h>
+
+#include <array>
+
+#include "backends.hpp"
+#include "hopshard/core/error.hpp"
+#include "support/thread_world.hpp"
+
+namespace hopshard::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::Message;
+
+class Failures : public ::testing::TestWithParam<Backend> {
+ protected:
+  static CommunicatorPtr make(LocalHub& hub, const Group& group) {
+    return GetParam().make(hub, group);
+  }
+};
+
+/// Runs `call` and expects an ErrorType whose text holds all of `words`.
+template <typename ErrorType, typename Call>
+void expect_error(Call call, const std::vector<std::string>& words) {
+  try {
+    call();
+  } catch (const ErrorType& error) {
+    const std::string text = error.what();
+    for (const std::string& word : words) {
+      EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
+    }
+    return;
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error than expected: " << error.what();
+    return;
+  }
+  ADD_FAILURE() << "no error; expected one with " << words.front();
+}
+
+at::Tensor floats(std::int64_t numel) {
+  return make_tensor(numel, at::kFloat, [](auto) { return 1; });
+}
+
+TEST_P(Failures, DifferentOperationsNameWhatEachRankIssued) {
+  run_ranks(3, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(3, rank));
+    expect_error<ScheduleError>(
+        [&] {
+          const at::Tensor tensor = floats(30);
+          if (rank == 1) {
+            world->all_reduce(tensor, ReduceOp::kSum, {.timeout = {}, .tag = "norm"})->wait();
+          } else {
+            world->all_gather(tensor, floats(10), {.timeout = {}, .tag = "unshard/h.3"})->wait();
+          }
+        },
+        {"in group 'world'", detail::concatenate("on rank ", rank, " of 3"),
+         "global rank 0: all_gather 'unshard/h.3' of 10 Float",
+         "global rank 1: all_reduce 'norm' of 30 Float (sum)",
+         "global rank 2: all_gather 'unshard/h.3' of 10 Float", "same order"});
+    // Everybody used up the same call, so the group is still in step.
+    world->barrier();
+  });
+}
+
+TEST_P(Failures, DifferentTagsSizesDtypesRootsAndReductionsAreFound) {
+  run_ranks(2, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(2, rank));
+    const bool odd = rank == 1;
+    expect_error<ScheduleError>([&] { world->barrier({.timeout = {}, .tag = odd ? "b" : "a"}); },
+                                {"global rank 0: barrier 'a'; global rank 1: barrier 'b'"});
+    expect_error<ScheduleError>([&] { world->all_reduce(floats(odd ? 5 : 4))->wait(); },
+                                {"of 4 Float", "of 5 Float"});
+    expect_error<ScheduleError>(
+        [&] { world->all_reduce(floats(4).to(odd ? at::kDouble : at::kFloat))->wait(); },
+        {"of 4 Float", "of 4 Double"});
+    expect_error<ScheduleError>([&] { world->broadcast(floats(4), odd ? 1 : 0)->wait(); },
+                                {"from root 0", "from root 1"});
+    expect_error<ScheduleError>(
+        [&] { world->all_reduce(floats(4), odd ? ReduceOp::kMax : ReduceOp::kSum)->wait(); },
+        {"(sum)", "(max)"});
+  });
+}
+
+TEST_P(Failures, AWaitEndsAtItsTimeLimitAndNamesTheMissing) {
+  run_ranks(3, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(3, rank));
+    const CommOptions options{.timeout = milliseconds(rank == 0 ? 50 : 20'000), .tag = "late"};
+    if (rank == 2) {
+      std::this_thread::sleep_for(milliseconds(300));
+      expect_error<CommError>(
+          [&] { world->all_reduce(floats(4), ReduceOp::kSum, options)->wait(); },
+          {"gave up", "unusable"});
+      return;
+    }
+    expect_error<TimeoutError>(
+        [&] { world->all_reduce(floats(4), ReduceOp::kSum, options)->wait(); },
+        {"local all_reduce 'late' in group 'world' on rank", "global rank 2 did not arrive",
+         "50 ms"});
+    expect_error<CommError>([&] { world->barrier(); }, {"unusable"});
+  });
+}
+
+TEST_P(Failures, AbortWakesEverybody) {
+  run_ranks(4, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(4, rank));
+    if (rank == 3) {
+      std::this_thread::sleep_for(milliseconds(30));
+      world->abort("the user pressed Ctrl-C");
+      world->abort("and again");
+    }
+    expect_error<CommError>([&] { world->all_reduce(floats(4))->wait(); },
+                            {"aborted by global rank 3", "the user pressed Ctrl-C"});
+  });
+}
+
+TEST_P(Failures, ADeadRankEndsTheOthersAtOnce) {
+  const auto start = std::chrono::steady_clock::now();
+  std::array<std::string, 3> texts;
+  EXPECT_THROW(run_ranks(3,
+                         [&](int rank, LocalHub& hub) {
+                           const CommunicatorPtr world = make(hub, world_of(3, rank));
+                           world->barrier();
+                           if (rank == 1) {
+                             throw std::runtime_error("out of memory");
+                           }
+                           try {
+                             world->all_reduce(floats(4))->wait();
+                           } catch (const CommError& error) {
+                             texts[static_cast<std::size_t>(rank)] = error.what();
+                           }
+                         }),
+               std::runtime_error);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  // Either the news of the failure or the end of its communicator comes first; both name it.
+  for (const std::size_t rank : {std::size_t{0}, std::size_t{2}}) {
+    EXPECT_NE(texts[rank].find("global rank 1"), std::string::npos) << texts[rank];
+  }
+}
+
+TEST_P(Failures, ARankThatLeavesEarlyIsNamed) {
+  run_ranks(2, [&](int rank, LocalHub& hub) {
+    CommunicatorPtr world = make(hub, world_of(2, rank));
+    world->barrier();
+    if (rank == 0) {
+      world.reset();
+      return;
+    }
+    expect_error<CommError>([&] { world->barrier(); }, {"global rank 0 left the group"});
+  });
+}
+
+TEST_P(Failures, ErrorsInOneGroupLeaveOthersAlone) {
+  run_ranks(2, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(2, rank));
+    Group other_group = world_of(2, rank);
+    other_group.name = "other";
+    const CommunicatorPtr other = make(hub, other_group);
+    other->barrier();
+    other->abort("only this one");
+    EXPECT_THROW(other->barrier(), CommError);
+    world->barrier();
+  });
+}
+
+TEST_P(Failures, ADroppedWorkThatFailsOnlyLogs) {
+  run_ranks(2, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(2, rank));
+    if (rank == 0) {
+      const WorkPtr dropped =
+          world->all_reduce(floats(4), ReduceOp::kSum, {.timeout = milliseconds(20), .tag = "x"});
+    }
+  });
+}
+
+TEST_P(Failures, AnUnwindingRankWaitsForNobody) {
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_THROW(run_ranks(2,
+                         [&](int rank, LocalHub& hub) {
+                           const CommunicatorPtr world = make(hub, world_of(2, rank));
+                           if (rank == 1) {
+                             std::this_thread::sleep_for(milliseconds(100));
+                             expect_error<CommError>([&] { world->barrier(); }, {"global rank 0"});
+                             return;
+                           }
+                           const WorkPtr pending = world->all_reduce(floats(4));
+                           throw std::runtime_error("something else broke");
+                         }),
+               std::runtime_error);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST_P(Failures, BadArgumentsAreRefusedBeforeAnythingMoves) {
+  run_ranks(2, [&](int rank, LocalHub& hub) {
+    const CommunicatorPtr world = make(hub, world_of(2, rank, {1, 0}));
+    const CommOptions options{.timeout = {}, .tag = "unshard/h.3"};
+    const std::string who =
+        detail::concatenate("all_gather 'unshard/h.3' in group 'world' on rank ", rank,
+                            " of 2 (global rank ", rank, ")");
+    const at::Tensor whole = floats(20);
+    const auto gather = [&](const at::Tensor& output, const at::Tensor& input) {
+      return [&, output, input] { world->all_gather(output, input, options)->wait(); };
+    };
+    expect_error<InvalidArgument>(gather(whole, floats(9)), {who, "20", "9 * 2 = 18"});
+    expect_error<InvalidArgument>(gather(whole, floats(10).to(at::kHalf)), {who, "Half", "Float"});
+    expect_error<InvalidArgument>(gather(whole, at::Tensor()), {who, "input", "undefined"});
+    expect_error<InvalidArgument>(gather(whole, floats(20).view({10, 2}).select(1, 0)),
+                                  {who, "not contiguous"});
+    expect_error<InvalidArgument>(gather(whole, whole.narrow(0, rank * 10, 10)),
+                                  {who, "overlaps", "slot"});
+    expect_error<InvalidArgument>(gather(whole, whole.narrow(0, 5, 10)),
+                                  {who, "20 bytes after it"});
+    expect_error<InvalidArgument>(
+        gather(at::empty({4}, at::kComplexFloat), at::empty({2}, at::kComplexFloat)),
+        {who, "ComplexFloat", "legal are Bool, Byte", "torch.uint8"});
+    expect_error<InvalidArgument>(
+        [&] { world->reduce_scatter(floats(9), whole)->wait(); },
+        {"reduce_scatter (no tag)", "the input has 20 elements", "9 * 2 = 18"});
+    expect_error<InvalidArgument>([&] { world->all_reduce(floats(4).to(at::kBool))->wait(); },
+                                  {"all_reduce", "Bool", "uint8"});
+    expect_error<InvalidArgument>([&] { world->broadcast(floats(4), 2)->wait(); },
+                                  {"broadcast", "root 2", "0..1"});
+    expect_error<InvalidArgument>([&] { world->barrier({.timeout = milliseconds(-1), .tag = ""}); },
+                                  {"barrier", "-1 ms is negative"});
+    world->barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Conformance, Failures, ::testing::ValuesIn(conforming_backends()),
+                         [](const auto& test) { return test.param.name; });
+
+}  // namespace
+}  // namespace hopshard::testing

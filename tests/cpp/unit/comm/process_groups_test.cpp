@@ -1,0 +1,92 @@
+#include "hopshard/comm/process_groups.hpp"
+
+#include <gtest/gtest.h>
+
+#include "hopshard/comm/recording.hpp"
+#include "hopshard/comm/registry.hpp"
+#include "hopshard/core/error.hpp"
+
+namespace hopshard {
+namespace {
+
+CommunicatorPtr alone(const Group& group) {
+  return make_recording_communicator(nullptr, group, std::make_shared<Meter>(), 2);
+}
+
+TEST(ProcessGroups, AsksForTheOwnGroupsInOrder) {
+  const GroupLayout layout(/*world_size=*/8, /*ranks_per_node=*/2, /*degree=*/4);
+  std::vector<Group> asked;
+  const ProcessGroups groups = make_process_groups(layout, 5, [&](const Group& group) {
+    asked.push_back(group);
+    return alone(group);
+  });
+  ASSERT_EQ(asked.size(), 3u);
+  EXPECT_EQ(asked[0].name, "world[0-7]");
+  EXPECT_EQ(asked[0].rank, 5);
+  EXPECT_TRUE(asked[0].slots.empty());
+  EXPECT_EQ(asked[1].name, "sharding[4-7]");
+  EXPECT_EQ(asked[1].ranks, (std::vector<int>{4, 5, 6, 7}));
+  EXPECT_EQ(asked[1].rank, 1);
+  EXPECT_EQ(asked[1].slots, (std::vector<int>{0, 2, 1, 3}));  // Slice order for 2 nodes of 2.
+  EXPECT_EQ(asked[2].name, "replication[1,5]");
+  EXPECT_EQ(asked[2].ranks, (std::vector<int>{1, 5}));
+  EXPECT_EQ(asked[2].rank, 1);
+  EXPECT_EQ(groups.world->size(), 8);
+  EXPECT_EQ(groups.sharding->size(), 4);
+  EXPECT_EQ(groups.replication->size(), 2);
+}
+
+TEST(ProcessGroups, SlotsAreASharedPermutation) {
+  const GroupLayout layout(/*world_size=*/64, /*ranks_per_node=*/4, /*degree=*/16);
+  for (int rank = 0; rank < 64; ++rank) {
+    const Group mine = make_sharding_group(layout, rank);
+    mine.validate();
+    EXPECT_EQ(mine.slots, make_sharding_group(layout, rank / 16 * 16).slots);
+    EXPECT_EQ(mine.my_slot(), layout.slice_of(rank));
+    make_replication_group(layout, rank).validate();
+  }
+  EXPECT_TRUE(make_sharding_group(GroupLayout(8, 8, 4), 6).slots.empty());
+}
+
+TEST(ProcessGroups, NamesStayShort) {
+  EXPECT_EQ(make_world_group(GroupLayout(1, 1, 1), 0).name, "world[0]");
+  EXPECT_EQ(make_replication_group(GroupLayout(4096, 8, 2), 3).name, "replication[1,3,..,4095]");
+}
+
+TEST(ProcessGroups, RefusesBadRanksAndFactories) {
+  const GroupLayout layout(4, 2, 2);
+  EXPECT_THROW((void)make_process_groups(layout, 4, alone), InvalidArgument);
+  EXPECT_THROW((void)make_process_groups(layout, -1, alone), InvalidArgument);
+  EXPECT_THROW((void)make_process_groups(layout, 0, [](const Group&) { return CommunicatorPtr(); }),
+               ConfigError);
+  EXPECT_THROW((void)make_process_groups(layout, 0,
+                                         [&](const Group& group) {
+                                           Group other = group;
+                                           other.rank = (other.rank + 1) % other.size();
+                                           return alone(other);
+                                         }),
+               InvalidArgument);
+  const GroupLayout hierarchical(4, 2, 4);
+  EXPECT_THROW((void)make_process_groups(hierarchical, 0,
+                                         [&](const Group& group) {
+                                           Group other = group;
+                                           other.slots.clear();
+                                           return alone(other);
+                                         }),
+               InvalidArgument);
+}
+
+TEST(Registry, ListsTheBackendsAndExplainsUnknownOnes) {
+  EXPECT_EQ(backends().front().name, "local");
+  EXPECT_EQ(require_backend("c10d").name, "c10d");
+  try {
+    require_backend("ncll");
+    ADD_FAILURE() << "no error";
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "unknown backend 'ncll'; this build knows local, recording, c10d");
+  }
+}
+
+}  // namespace
+}  // namespace hopshard
