@@ -1,0 +1,34 @@
+// Two-hop gradient synchronisation (MiCS, arXiv 2205.00119 section 3.3; D5).
+//
+//   hop 1, every micro-step   reduce-scatter of a unit's flat gradient inside the sharding group,
+//                             added to this rank's shard: (p-1)/p * M bytes per rank
+//   hop 2, once per step      all-reduce of the shards over the replication group:
+//                             2 * (r-1)/r * M/p bytes per rank, in buckets across units
+//
+// The mean over the world is applied once, on the sums of hop 1, in the shard's precision.
+// Next: runtime/shard_engine.hpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "hopshard/comm/communicator.hpp"
+
+namespace hopshard {
+
+/// Hop 1. Collective over `sharding`.
+/// @param flat       [p * n]; its contents are lost.
+/// @param shard      [n]; becomes `scale * sum` or has it added.
+/// @param overwrite  the shard holds nothing yet.
+void reduce_into_shard(Communicator& sharding, const at::Tensor& flat, const at::Tensor& shard,
+                       double scale, bool overwrite, const std::string& tag);
+
+/// Hop 2. Collective over `replication`; all replicas end with bit-equal shards.
+/// @param shards       [n], summed in place.
+/// @param bucket_bytes the most that one all-reduce moves.
+void sum_over_replicas(Communicator& replication, const at::Tensor& shards,
+                       std::int64_t bucket_bytes, const std::string& tag);
+
+}  // namespace hopshard

@@ -1,0 +1,32 @@
+// Did all ranks issue the same collectives? Units of equal size could be mixed up without any
+// error from the transport, so each rank hashes what it issued and the ranks compare before an
+// optimizer state is written. Next: shard_engine.hpp.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "hopshard/comm/communicator.hpp"
+#include "hopshard/runtime/schedule.hpp"
+
+namespace hopshard {
+
+/// The collectives of one rank since the last agreement.
+class OrderCheck {
+ public:
+  void record(Action action);
+  /// Fits into 62 bits, so that hash and -hash survive a max over int64.
+  [[nodiscard]] std::int64_t hash() const noexcept;
+  void clear();
+
+  /// Collective over `world`, after hashes differed: finds the first difference.
+  /// @throws ScheduleError  always; names what which ranks issued.
+  [[noreturn]] void explain(Communicator& world, const std::vector<std::string>& unit_names) const;
+
+ private:
+  std::vector<Action> issued_;  // Bounded: only the first ones are needed to find a difference.
+  std::uint64_t hash_ = 14695981039346656037ULL;  // FNV-1a.
+};
+
+}  // namespace hopshard

@@ -1,0 +1,125 @@
+// When to gather, release and reduce which unit (D4). A pure state machine: events in, actions
+// out; no tensor, no communicator, so it runs for thousands of units and ranks in a test.
+// The engine carries the actions out. Next: shard_engine.hpp.
+//
+// [Note: one order on all ranks]
+// Collectives must be issued in one order by every rank, but a rank may skip a unit (a branch
+// that its data did not take). So there is a plan for the forward and one for the backward: first
+// the order in which the units were declared, after one iteration the order that all ranks saw.
+// An event for unit u first carries out everything the plan has before u: units that this rank
+// skipped are gathered and let go, or reduced with zeros, because other ranks may need them. What
+// the plan does not contain is gathered on demand, which is right when all ranks do the same.
+// Gradients that the plan has no reduction for stay in the unit's flat gradient and either ride
+// along with its next reduction or are reduced when the optimizer steps.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hopshard {
+
+enum class ActionKind {
+  kGather,   ///< Collective: attach memory to the unit's flat buffers and all-gather into it.
+  kRelease,  ///< Local: detach the memory; parameters become placeholders.
+  kReduce,   ///< Collective: hop 1 of the unit's gradients (zeros where none arrived).
+};
+
+struct Action {
+  ActionKind kind = ActionKind::kGather;
+  int unit = 0;
+  bool operator==(const Action&) const = default;
+};
+using Actions = std::vector<Action>;
+
+/// What the schedule must know of a unit.
+struct UnitTraits {
+  bool is_trainable = true;  ///< Has at least one parameter that gets gradients.
+};
+
+/// Decides, for one rank. Unit 0 is the root: what no other unit holds.
+///
+/// Threads: one at a time. Illegal events throw ScheduleError in all builds.
+class Schedule {
+ public:
+  explicit Schedule(std::vector<UnitTraits> units);
+
+  // Events of a forward pass. Between begin and end the plan is followed; a unit that is called
+  // by itself (outside the root's forward) is gathered on demand.
+  Actions begin_forward();
+  Actions before_forward(int unit);
+  /// @param will_backward  the outputs have a graph: a backward may come.
+  /// @param keep           stay gathered (the root; an output that aliases the flat buffer).
+  Actions after_forward(int unit, bool will_backward, bool keep);
+  Actions end_forward();
+
+  // Events of a backward pass; a forward inside it is a recomputation.
+  /// @param keep  it builds a graph (create_graph): gathered units stay so afterwards.
+  void begin_backward(bool keep);
+  Actions before_backward(int unit);
+  void gradient_arrived(int unit);
+  /// Every gradient that the unit can get has arrived.
+  Actions gradients_complete(int unit);
+  Actions end_backward();
+
+  /// Keeps a unit gathered until as many unpins.
+  Actions pin(int unit);
+  Actions unpin(int unit);
+  /// Weights changed or an exception broke a pass: forget passes, release what is not pinned.
+  Actions reset();
+
+  [[nodiscard]] bool in_forward() const noexcept { return in_forward_; }
+  [[nodiscard]] bool in_backward() const noexcept { return in_backward_; }
+  [[nodiscard]] bool is_gathered(int unit) const { return at(unit).gathered; }
+  [[nodiscard]] bool is_pinned(int unit) const { return at(unit).pins > 0; }
+
+  // Plans. `recorded_*` is what the last pass saw; `adopt_*` makes it the plan.
+  [[nodiscard]] const std::vector<int>& recorded_forward() const noexcept { return forward_seen_; }
+  [[nodiscard]] const Actions& recorded_backward() const noexcept { return backward_seen_; }
+  [[nodiscard]] const std::vector<int>& forward_plan() const noexcept { return forward_plan_; }
+  [[nodiscard]] const Actions& backward_plan() const noexcept { return backward_plan_; }
+  void adopt_forward() { forward_plan_ = forward_seen_; }
+  void adopt_backward() { backward_plan_ = backward_seen_; }
+  /// Events that the plan did not contain, since construction.
+  [[nodiscard]] std::int64_t num_deviations() const noexcept { return num_deviations_; }
+
+ private:
+  struct State {
+    UnitTraits traits;
+    bool gathered = false;
+    bool kept = false;             // Stays gathered after its forward.
+    bool backward_active = false;  // Gathered for its backward.
+    bool backward_seen = false;    // Its backward runs.
+    bool has_arrivals = false;     // Gradients arrived since its last reduction.
+    int forward_depth = 0;         // Forwards that run now; a unit may call itself.
+    int pins = 0;
+    int open_uses = 0;             // Forwards whose backward has not been seen.
+    std::int64_t last_visit = -1;  // Position of its last forward in program order.
+  };
+  const State& at(int unit) const;
+  State& at(int unit);
+  void gather(int unit, Actions& out);
+  void release_if_free(int unit, Actions& out);
+  void take_part(int unit, Actions& out);
+  void reduce(int unit, Actions& out);
+  void leave_backward(int unit, Actions& out);
+  bool follow_backward_plan_to(Action target, Actions& out);
+  void finish_unit(int unit, Actions& out);
+  void finish_units_after(int unit, Actions& out);
+
+  std::vector<State> units_;
+  std::vector<int> forward_plan_;
+  std::vector<int> forward_seen_;
+  std::size_t forward_position_ = 0;
+  Actions backward_plan_;
+  Actions backward_seen_;
+  std::size_t backward_position_ = 0;
+  bool in_forward_ = false;
+  bool in_backward_ = false;
+  bool keep_gathered_ = false;  // The running backward builds a graph.
+  bool any_arrival_ = false;
+  std::int64_t num_visits_ = 0;
+  std::int64_t num_deviations_ = 0;
+};
+
+}  // namespace hopshard

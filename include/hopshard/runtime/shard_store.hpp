@@ -1,0 +1,121 @@
+// This rank's slices of all units: who lies where, gather and release, write-back. Collective
+// where said; knows nothing of when (schedule.hpp) or of gradients (gradient_reducer.hpp).
+//
+// [Note: arenas]
+// The fp32 (or fp64) masters of all trainable units lie side by side in one arena per dtype, in
+// unit order. Gradients and optimizer moments are tensors of the same layout, so the norm, the
+// optimizer and hop 2 each run over one contiguous range. Where the compute dtype is the
+// master's, the master is the shard that gathers send: no second copy.
+//   unit        | 0: root      | 1: h.0             | 2: h.1             |
+//   arena [0..) | slice, pad   | slice, pad         | slice, pad         |
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hopshard/comm/communicator.hpp"
+#include "hopshard/runtime/buffer_pool.hpp"
+#include "hopshard/runtime/flat_buffer.hpp"
+
+namespace hopshard {
+
+/// A unit as the user's model gives it.
+struct UnitSpec {
+  std::string name;
+  std::vector<std::string> parameter_names;  ///< As in module.named_parameters().
+  std::vector<at::Tensor> parameters;        ///< The user's parameters, on this rank's device.
+};
+
+/// A unit's parameters of one dtype and trainability.
+struct ShardedBuffer {
+  int unit = 0;
+  bool is_trainable = false;
+  std::unique_ptr<FlatBuffer> flat;
+  PoolBlock memory;        ///< Attached to `flat` while gathered.
+  at::Tensor shard;        ///< [slice_numel], compute dtype: what gathers send.
+  int arena = -1;          ///< Index of the arena that holds the master; -1 if frozen.
+  std::int64_t arena_begin = 0;
+  at::Tensor master;       ///< [slice_numel], a view of the arena; `shard` itself if same dtype.
+};
+
+/// Where one parameter is. The piece is this rank's part; numel 0 if it has none.
+struct ParameterPlace {
+  std::string name;
+  at::Tensor parameter;
+  int unit = 0;
+  int buffer = 0;                     ///< Index in ShardStore::buffers().
+  int position = 0;                   ///< Index in the buffer's layout.
+  bool is_trainable = false;
+  std::int64_t piece_numel = 0;
+  std::int64_t piece_in_parameter = 0;  ///< First element, in the parameter's memory order.
+  std::int64_t piece_in_slice = 0;      ///< The same element in the slice.
+};
+
+/// Threads: one at a time. Collective functions are called by all ranks in one order.
+class ShardStore {
+ public:
+  /// Collective over `world`: rank 0's values become everyone's. Unit 0 is the root and may be
+  /// empty; a parameter belongs to one unit.
+  /// @throws ConfigError  names the parameter: on two units, of a dtype that cannot be trained.
+  ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world, CommunicatorPtr sharding,
+             BufferPool& pool);
+  ~ShardStore();
+
+  [[nodiscard]] int num_units() const noexcept { return static_cast<int>(unit_names_.size()); }
+  [[nodiscard]] const std::string& unit_name(int unit) const {
+    return unit_names_.at(static_cast<std::size_t>(unit));
+  }
+  [[nodiscard]] const std::vector<int>& buffers_of(int unit) const {
+    return buffers_of_unit_.at(static_cast<std::size_t>(unit));
+  }
+  [[nodiscard]] const std::vector<ShardedBuffer>& buffers() const noexcept { return buffers_; }
+  [[nodiscard]] const std::vector<ParameterPlace>& parameters() const noexcept { return places_; }
+  [[nodiscard]] const std::vector<at::Tensor>& arenas() const noexcept { return arenas_; }
+  [[nodiscard]] bool is_trainable(int unit) const;
+
+  /// Collective over `sharding`: the unit's parameters become whole.
+  void gather(int unit);
+  /// They become placeholders. Nothing happens to a unit that is not gathered.
+  void release(int unit);
+  /// Copies this rank's slice of the gathered parameters into shard and master.
+  void write_back(int unit);
+  /// Compute-dtype shards follow the masters (after an optimizer step).
+  void refresh_shards();
+  /// Sets this rank's piece from a full tensor; gathered copies are not touched.
+  void write_parameter(int parameter, const at::Tensor& full);
+
+  /// Copies the full tensor's piece of this rank into `arena_like`.
+  void write_piece(const at::Tensor& arena_like, int parameter, const at::Tensor& full) const;
+  /// This rank's piece of a full tensor of the parameter's shape, 1-D.
+  [[nodiscard]] at::Tensor piece_from_full(int parameter, const at::Tensor& full) const;
+  /// This rank's piece of a parameter in a tensor laid out like its arena, 1-D.
+  [[nodiscard]] at::Tensor piece_of(const at::Tensor& arena_like, int parameter) const;
+  /// Collective over `sharding`: the full tensor whose pieces lie in `arena_like`.
+  [[nodiscard]] at::Tensor gather_full(const at::Tensor& arena_like, int parameter,
+                                       const std::string& tag);
+  /// Bytes that stay: shards, masters.
+  [[nodiscard]] std::int64_t persistent_bytes() const;
+  /// Users of the parameters see that their values changed.
+  void bump_versions() const;
+
+ private:
+  void add_buffers_of(int unit, const UnitSpec& spec);
+  void place_parameters(int buffer, const std::vector<std::string>& names,
+                        const std::vector<at::Tensor>& parameters);
+  const ParameterPlace& place(int parameter) const;
+
+  CommunicatorPtr world_;
+  CommunicatorPtr sharding_;
+  BufferPool& pool_;
+  std::vector<std::string> unit_names_;
+  std::vector<std::vector<int>> buffers_of_unit_;
+  std::vector<ShardedBuffer> buffers_;
+  std::vector<ParameterPlace> places_;
+  std::vector<at::Tensor> arenas_;
+};
+
+}  // namespace hopshard

@@ -1,0 +1,212 @@
+#include "hopshard/runtime/gradient_reducer.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "hopshard/collectives/two_hop_sync.hpp"
+#include "hopshard/core/error.hpp"
+
+namespace hopshard {
+
+GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
+                                 CommunicatorPtr replication, BufferPool& pool, double scale,
+                                 std::int64_t bucket_bytes)
+    : store_(store),
+      sharding_(std::move(sharding)),
+      replication_(std::move(replication)),
+      pool_(pool),
+      scale_(scale),
+      bucket_bytes_(bucket_bytes),
+      pending_(store.buffers().size()),
+      has_gradient_(store.parameters().size(), false),
+      was_taken_(store.parameters().size(), false) {
+  allocate(first_);
+}
+
+GradientReducer::~GradientReducer() {
+  for (Pending& pending : pending_) {
+    drop(pending);
+  }
+}
+
+void GradientReducer::allocate(Sum& sum) const {
+  if (sum.holds.empty()) {
+    for (const at::Tensor& arena : store_.arenas()) {
+      sum.arenas.push_back(at::empty(arena.sizes(), arena.options()));
+    }
+    sum.holds.assign(store_.buffers().size(), false);
+  }
+}
+
+void GradientReducer::define(Sum& sum, int buffer) const {
+  const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(buffer)];
+  if (owner.is_trainable && !sum.holds[static_cast<std::size_t>(buffer)]) {
+    sum.arenas[static_cast<std::size_t>(owner.arena)]
+        .narrow(0, owner.arena_begin, owner.master.numel())
+        .zero_();
+    sum.holds[static_cast<std::size_t>(buffer)] = true;
+  }
+}
+
+void GradientReducer::define_all(Sum& sum) const {
+  for (int buffer = 0; buffer < static_cast<int>(store_.buffers().size()); ++buffer) {
+    define(sum, buffer);
+  }
+}
+
+GradientReducer::Pending& GradientReducer::pending_flat(int buffer) {
+  Pending& pending = pending_[static_cast<std::size_t>(buffer)];
+  if (!pending.flat.defined()) {
+    const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(buffer)];
+    const std::int64_t numel = owner.flat->layout().numel();
+    pending.block = pool_.take(numel * owner.master.element_size());
+    pending.flat = at::from_blob(pending.block.data, {numel}, owner.master.options());
+    // Zeros stand for gradients that this rank does not have, and fill the padding.
+    pending.flat.zero_();
+  }
+  return pending;
+}
+
+void GradientReducer::drop(Pending& pending) {
+  pending.flat.reset();
+  pool_.give_back(std::exchange(pending.block, {}));
+}
+
+void GradientReducer::take(int parameter) {
+  const at::NoGradGuard no_grad;
+  const ParameterPlace& place = store_.parameters()[static_cast<std::size_t>(parameter)];
+  at::Tensor& grad = place.parameter.mutable_grad();
+  if (!grad.defined()) {
+    return;  // The user's own hook has used it up.
+  }
+  const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
+  const at::Tensor flat = pending_flat(place.buffer).flat;
+  at::Tensor view = owner.flat->view_of(flat, place.position);
+  const at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
+  if (was_taken_[static_cast<std::size_t>(parameter)]) {
+    view.add_(dense);
+  } else {
+    view.copy_(dense);
+  }
+  was_taken_[static_cast<std::size_t>(parameter)] = true;
+  has_gradient_[static_cast<std::size_t>(parameter)] = true;
+  grad.reset();
+}
+
+void GradientReducer::reduce(int unit) {
+  const at::NoGradGuard no_grad;
+  Sum& sum = target();
+  allocate(sum);
+  for (const int buffer : store_.buffers_of(unit)) {
+    const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(buffer)];
+    if (!owner.is_trainable) {
+      continue;
+    }
+    Pending& pending = pending_flat(buffer);
+    const at::Tensor shard = sum.arenas[static_cast<std::size_t>(owner.arena)].narrow(
+        0, owner.arena_begin, owner.master.numel());
+    reduce_into_shard(*sharding_, pending.flat, shard, scale_,
+                      /*overwrite=*/!sum.holds[static_cast<std::size_t>(buffer)],
+                      "reduce/" + store_.unit_name(unit));
+    sum.holds[static_cast<std::size_t>(buffer)] = true;
+    drop(pending);
+  }
+  for (std::size_t i = 0; i < was_taken_.size(); ++i) {
+    if (store_.parameters()[i].unit == unit) {
+      was_taken_[i] = false;
+    }
+  }
+  is_open_ = true;
+}
+
+bool GradientReducer::has_leftover(int unit) const {
+  return std::any_of(store_.buffers_of(unit).begin(), store_.buffers_of(unit).end(),
+                     [this](int buffer) {
+                       return pending_[static_cast<std::size_t>(buffer)].flat.defined();
+                     });
+}
+
+void GradientReducer::second_hop() {
+  const at::NoGradGuard no_grad;
+  Sum& sum = target();
+  allocate(sum);
+  define_all(sum);
+  for (std::size_t arena = 0; arena < sum.arenas.size(); ++arena) {
+    sum_over_replicas(*replication_, sum.arenas[arena], bucket_bytes_, "second_hop/all");
+  }
+  if (&sum == &second_) {
+    define_all(first_);
+    for (std::size_t arena = 0; arena < sum.arenas.size(); ++arena) {
+      first_.arenas[arena].add_(second_.arenas[arena]);
+    }
+    second_ = {};
+  }
+  is_open_ = false;
+  is_closed_ = true;
+}
+
+void GradientReducer::zero() {
+  for (Pending& pending : pending_) {
+    drop(pending);
+  }
+  first_.holds.assign(store_.buffers().size(), false);
+  second_ = {};
+  is_open_ = false;
+  is_closed_ = false;
+  has_gradient_.assign(has_gradient_.size(), false);
+  was_taken_.assign(was_taken_.size(), false);
+}
+
+void GradientReducer::zero(int parameter) {
+  const at::NoGradGuard no_grad;
+  const ParameterPlace& place = store_.parameters()[static_cast<std::size_t>(parameter)];
+  const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
+  for (Sum* sum : {&first_, &second_}) {
+    if (!sum->holds.empty() && sum->holds[static_cast<std::size_t>(place.buffer)]) {
+      store_.piece_of(sum->arenas[static_cast<std::size_t>(owner.arena)], parameter).zero_();
+    }
+  }
+  if (pending_[static_cast<std::size_t>(place.buffer)].flat.defined()) {
+    owner.flat->view_of(pending_[static_cast<std::size_t>(place.buffer)].flat, place.position)
+        .zero_();
+  }
+  has_gradient_[static_cast<std::size_t>(parameter)] = false;
+  was_taken_[static_cast<std::size_t>(parameter)] = false;
+}
+
+void GradientReducer::set_gradient(int parameter, const at::Tensor& full) {
+  const ParameterPlace& place = store_.parameters()[static_cast<std::size_t>(parameter)];
+  const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
+  zero(parameter);
+  // The full tensor is a mean already. In an open sum hop 2 would add it once per replica, so it
+  // goes into the closed one; with nothing closed yet there is nothing open to keep apart.
+  HOPSHARD_CHECK(is_closed_ || !is_open_ || replication_->size() == 1, ShardedError,
+                 "the gradient of '", place.name,
+                 "' was replaced between two backward passes of one step; assign p.grad after the "
+                 "last one");
+  is_closed_ = true;
+  define(first_, place.buffer);
+  store_.write_piece(first_.arenas[static_cast<std::size_t>(owner.arena)], parameter, full);
+  has_gradient_[static_cast<std::size_t>(parameter)] = true;
+}
+
+const std::vector<at::Tensor>& GradientReducer::arenas() {
+  define_all(first_);
+  return first_.arenas;
+}
+
+std::int64_t GradientReducer::persistent_bytes() const {
+  std::int64_t nbytes = 0;
+  for (const Sum* sum : {&first_, &second_}) {
+    for (const at::Tensor& arena : sum->arenas) {
+      nbytes += static_cast<std::int64_t>(arena.nbytes());
+    }
+  }
+  return nbytes;
+}
+
+}  // namespace hopshard

@@ -1,0 +1,323 @@
+#include "hopshard/runtime/schedule.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "hopshard/core/error.hpp"
+
+namespace hopshard {
+
+Schedule::Schedule(std::vector<UnitTraits> units) {
+  HOPSHARD_CHECK(!units.empty(), InvalidArgument, "a schedule needs at least the root unit");
+  for (const UnitTraits& traits : units) {
+    units_.push_back(State{.traits = traits});
+  }
+  const int num_units = static_cast<int>(units.size());
+  for (int unit = 0; unit < num_units; ++unit) {
+    forward_plan_.push_back(unit);
+  }
+  // The root's outputs start the backward and its parameters finish last.
+  backward_plan_.push_back({ActionKind::kGather, 0});
+  for (int unit = num_units - 1; unit > 0; --unit) {
+    backward_plan_.push_back({ActionKind::kGather, unit});
+    if (at(unit).traits.is_trainable) {
+      backward_plan_.push_back({ActionKind::kReduce, unit});
+    }
+  }
+  if (at(0).traits.is_trainable) {
+    backward_plan_.push_back({ActionKind::kReduce, 0});
+  }
+}
+
+const Schedule::State& Schedule::at(int unit) const {
+  HOPSHARD_CHECK(unit >= 0 && unit < static_cast<int>(units_.size()), ScheduleError,
+                 "there is no unit ", unit, ", only ", units_.size());
+  return units_[static_cast<std::size_t>(unit)];
+}
+
+Schedule::State& Schedule::at(int unit) {
+  return const_cast<State&>(std::as_const(*this).at(unit));
+}
+
+void Schedule::gather(int unit, Actions& out) {
+  if (!at(unit).gathered) {
+    at(unit).gathered = true;
+    out.push_back({ActionKind::kGather, unit});
+  }
+}
+
+void Schedule::release_if_free(int unit, Actions& out) {
+  State& state = at(unit);
+  if (in_backward_ && keep_gathered_) {
+    return;
+  }
+  if (state.gathered && state.forward_depth == 0 && state.pins == 0 && !state.kept &&
+      !state.backward_active) {
+    state.gathered = false;
+    out.push_back({ActionKind::kRelease, unit});
+  }
+}
+
+void Schedule::take_part(int unit, Actions& out) {
+  gather(unit, out);
+  release_if_free(unit, out);
+}
+
+void Schedule::reduce(int unit, Actions& out) {
+  State& state = at(unit);
+  out.push_back({ActionKind::kReduce, unit});
+  state.has_arrivals = false;
+  leave_backward(unit, out);
+}
+
+void Schedule::leave_backward(int unit, Actions& out) {
+  State& state = at(unit);
+  state.backward_active = false;
+  state.backward_seen = false;
+  state.kept = false;
+  release_if_free(unit, out);
+}
+
+Actions Schedule::begin_forward() {
+  Actions out;
+  if (in_forward_) {  // The last forward ended in an exception.
+    out = reset();
+  }
+  in_forward_ = true;
+  forward_position_ = 0;
+  forward_seen_.clear();
+  return out;
+}
+
+Actions Schedule::before_forward(int unit) {
+  Actions out;
+  State& state = at(unit);
+  if (in_backward_) {  // Recomputation: the unit's backward begins with it and holds it.
+    return before_backward(unit);
+  }
+  if (state.forward_depth > 0) {  // A part of a unit that runs: it is gathered.
+    ++state.forward_depth;
+    return out;
+  }
+  if (in_forward_) {
+    const auto from = forward_plan_.begin() + static_cast<std::ptrdiff_t>(forward_position_);
+    const auto found = std::find(from, forward_plan_.end(), unit);
+    if (found == forward_plan_.end()) {
+      ++num_deviations_;
+    } else {
+      for (auto skipped = from; skipped != found; ++skipped) {
+        take_part(*skipped, out);
+      }
+      forward_position_ = static_cast<std::size_t>(found - forward_plan_.begin()) + 1;
+    }
+    forward_seen_.push_back(unit);
+  }
+  gather(unit, out);
+  ++state.forward_depth;
+  state.last_visit = num_visits_++;
+  return out;
+}
+
+Actions Schedule::after_forward(int unit, bool will_backward, bool keep) {
+  Actions out;
+  State& state = at(unit);
+  if (in_backward_) {
+    return out;
+  }
+  HOPSHARD_CHECK(state.forward_depth > 0, ScheduleError, "unit ", unit,
+                 " left a forward that it had not entered");
+  --state.forward_depth;
+  if (will_backward) {
+    ++state.open_uses;
+  }
+  state.kept = state.kept || keep;
+  release_if_free(unit, out);
+  return out;
+}
+
+Actions Schedule::end_forward() {
+  Actions out;
+  HOPSHARD_CHECK(in_forward_, ScheduleError, "a forward ended that had not begun");
+  for (; forward_position_ < forward_plan_.size(); ++forward_position_) {
+    take_part(forward_plan_[forward_position_], out);
+  }
+  in_forward_ = false;
+  return out;
+}
+
+void Schedule::begin_backward(bool keep) {
+  HOPSHARD_CHECK(!in_backward_, ScheduleError, "a backward began inside another one");
+  in_backward_ = true;
+  keep_gathered_ = keep;
+  any_arrival_ = false;
+  backward_position_ = 0;
+  backward_seen_.clear();
+}
+
+bool Schedule::follow_backward_plan_to(Action target, Actions& out) {
+  backward_seen_.push_back(target);
+  const auto from = backward_plan_.begin() + static_cast<std::ptrdiff_t>(backward_position_);
+  const auto found = std::find(from, backward_plan_.end(), target);
+  if (found == backward_plan_.end()) {
+    ++num_deviations_;
+    return false;
+  }
+  // Positions move first: what is carried out below must not find itself again.
+  const auto begin = backward_position_;
+  const auto end = static_cast<std::size_t>(found - backward_plan_.begin());
+  backward_position_ = end + 1;
+  for (std::size_t i = begin; i < end; ++i) {
+    const Action& passed = backward_plan_[i];
+    if (passed.kind == ActionKind::kReduce) {
+      out.push_back(passed);  // With what is there; what arrives later is added later.
+      at(passed.unit).has_arrivals = false;
+      release_if_free(passed.unit, out);
+    } else if (State& state = at(passed.unit); state.backward_active) {
+      // Used twice, and this rank skipped what lies between: the others let it go and gather again.
+      state.backward_active = false;
+      release_if_free(passed.unit, out);
+      gather(passed.unit, out);
+      state.backward_active = true;
+    } else if (state.open_uses > 0) {
+      gather(passed.unit, out);  // It ran here: its backward comes later than planned.
+      state.backward_active = true;
+    } else {
+      take_part(passed.unit, out);
+    }
+  }
+  return true;
+}
+
+void Schedule::finish_unit(int unit, Actions& out) {
+  State& state = at(unit);
+  // A unit that ran twice is not done after its last use; its weights may go until the next.
+  if (state.traits.is_trainable && (state.has_arrivals || state.open_uses == 0)) {
+    const Actions complete = gradients_complete(unit);
+    out.insert(out.end(), complete.begin(), complete.end());
+    return;
+  }
+  leave_backward(unit, out);
+}
+
+// Autograd runs younger nodes first, so once a unit's backward begins, those that ran after it in
+// the forward are done: also with parameters that got no gradient, or none that need one.
+void Schedule::finish_units_after(int unit, Actions& out) {
+  std::vector<int> done;
+  for (int other = 1; other < static_cast<int>(units_.size()); ++other) {
+    if (other != unit && at(other).backward_active && at(other).last_visit > at(unit).last_visit) {
+      done.push_back(other);
+    }
+  }
+  std::sort(done.begin(), done.end(),
+            [this](int a, int b) { return at(a).last_visit > at(b).last_visit; });
+  for (const int other : done) {
+    finish_unit(other, out);
+  }
+}
+
+Actions Schedule::before_backward(int unit) {
+  HOPSHARD_CHECK(in_backward_, ScheduleError, "unit ", unit, " has a backward outside of one");
+  Actions out;
+  State& state = at(unit);
+  if (state.backward_seen) {
+    return out;  // Another of its outputs was first.
+  }
+  if (unit != 0) {
+    finish_units_after(unit, out);
+  }
+  follow_backward_plan_to({ActionKind::kGather, unit}, out);
+  gather(unit, out);
+  state.backward_active = true;
+  state.backward_seen = true;
+  state.open_uses = std::max(0, state.open_uses - 1);
+  return out;
+}
+
+void Schedule::gradient_arrived(int unit) {
+  at(unit).has_arrivals = true;
+  any_arrival_ = true;
+}
+
+Actions Schedule::gradients_complete(int unit) {
+  HOPSHARD_CHECK(in_backward_, ScheduleError, "unit ", unit, " has gradients outside a backward");
+  Actions out;
+  if (follow_backward_plan_to({ActionKind::kReduce, unit}, out)) {
+    reduce(unit, out);
+  } else {
+    at(unit).has_arrivals = false;  // They wait for the step's end: do not record them again.
+    leave_backward(unit, out);
+  }
+  return out;
+}
+
+Actions Schedule::end_backward() {
+  HOPSHARD_CHECK(in_backward_, ScheduleError, "a backward ended that had not begun");
+  Actions out;
+  if (any_arrival_) {  // Else torch.autograd.grad() with respect to inputs.
+    std::vector<int> open;
+    for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+      if (at(unit).backward_active || at(unit).has_arrivals) {
+        open.push_back(unit);
+      }
+    }
+    std::sort(open.begin(), open.end(),
+              [this](int a, int b) { return at(a).last_visit > at(b).last_visit; });
+    for (const int unit : open) {
+      at(unit).open_uses = 0;
+      finish_unit(unit, out);
+    }
+    for (; backward_position_ < backward_plan_.size(); ++backward_position_) {
+      const Action& left = backward_plan_[backward_position_];
+      if (left.kind == ActionKind::kReduce) {
+        reduce(left.unit, out);
+      } else {
+        take_part(left.unit, out);
+      }
+    }
+  }
+  in_backward_ = false;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    State& state = at(unit);
+    state.kept = keep_gathered_ && state.gathered;
+    state.backward_active = false;
+    state.backward_seen = false;
+    if (any_arrival_ && !keep_gathered_) {
+      state.open_uses = 0;
+    }
+    release_if_free(unit, out);
+  }
+  return out;
+}
+
+Actions Schedule::pin(int unit) {
+  Actions out;
+  gather(unit, out);
+  ++at(unit).pins;
+  return out;
+}
+
+Actions Schedule::unpin(int unit) {
+  Actions out;
+  HOPSHARD_CHECK(at(unit).pins > 0, ScheduleError, "unit ", unit, " was not pinned");
+  --at(unit).pins;
+  release_if_free(unit, out);
+  return out;
+}
+
+Actions Schedule::reset() {
+  Actions out;
+  in_forward_ = false;
+  in_backward_ = false;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    State& state = at(unit);
+    state.kept = false;
+    state.backward_active = false;
+    state.backward_seen = false;
+    state.forward_depth = 0;
+    state.open_uses = 0;
+    release_if_free(unit, out);
+  }
+  return out;
+}
+
+}  // namespace hopshard

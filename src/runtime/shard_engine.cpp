@@ -1,0 +1,457 @@
+#include "hopshard/runtime/shard_engine.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "hopshard/core/error.hpp"
+#include "hopshard/core/log.hpp"
+
+namespace hopshard {
+
+namespace {
+
+class Timer {
+ public:
+  explicit Timer(double& seconds) : seconds_(seconds) {}
+  ~Timer() {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+std::int64_t hash_of(const std::vector<std::int64_t>& values) {
+  std::uint64_t hash = 14695981039346656037ULL;
+  for (const std::int64_t value : values) {
+    hash = (hash ^ static_cast<std::uint64_t>(value)) * 1099511628211ULL;
+  }
+  return static_cast<std::int64_t>(hash >> 2);
+}
+
+std::int64_t hash_of(const Actions& actions) {
+  std::vector<std::int64_t> codes;
+  for (const Action& action : actions) {
+    codes.push_back(static_cast<std::int64_t>(action.unit) * 4 +
+                    static_cast<std::int64_t>(action.kind));
+  }
+  return hash_of(codes);
+}
+
+}  // namespace
+
+ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups groups,
+                         EngineOptions options)
+    : groups_(std::move(groups)), options_(options) {
+  HOPSHARD_CHECK(options_.backward_passes_per_step >= 1, ConfigError,
+                 "backward_passes_per_step is ", options_.backward_passes_per_step,
+                 "; it counts the backward passes of a step and is at least 1");
+  store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_);
+  pool_.trim();  // Start-up used every unit once; training has its own needs.
+  std::vector<UnitTraits> traits;
+  for (int unit = 0; unit < store_->num_units(); ++unit) {
+    traits.push_back({.is_trainable = store_->is_trainable(unit)});
+  }
+  schedule_ = std::make_unique<Schedule>(std::move(traits));
+  reducer_ = std::make_unique<GradientReducer>(*store_, groups_.sharding, groups_.replication,
+                                               pool_, 1.0 / groups_.world->size(),
+                                               options_.second_hop_bucket_bytes);
+
+  const auto& parameters = store_->parameters();
+  num_missing_.assign(static_cast<std::size_t>(store_->num_units()), 0);
+  arrived_.assign(parameters.size(), false);
+  handles_.resize(parameters.size());
+  handle_installed_.assign(parameters.size(), false);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterPlace& place = parameters[i];
+    if (!place.is_trainable) {
+      continue;
+    }
+    hooks_.watch(
+        place.parameter,
+        [this, i] {
+          ensure_backward();
+          const ParameterPlace& watched = store_->parameters()[i];
+          HOPSHARD_CHECK(schedule_->is_gathered(watched.unit), ShardedError, "the gradient of '",
+                         watched.name, "' was computed while its unit '",
+                         store_->unit_name(watched.unit),
+                         "' was sharded. A loss that does not come from the unit's outputs must "
+                         "be computed inside `with hopshard.unshard(module):`, backward included");
+        },
+        [this, i] {
+          const ParameterPlace& watched = store_->parameters()[i];
+          reducer_->take(static_cast<int>(i));
+          pass_had_gradient_ = true;
+          schedule_->gradient_arrived(watched.unit);
+          if (!arrived_[i]) {
+            arrived_[i] = true;
+            if (--num_missing_[static_cast<std::size_t>(watched.unit)] == 0) {
+              run(schedule_->gradients_complete(watched.unit));
+            }
+          }
+        });
+  }
+}
+
+ShardEngine::~ShardEngine() { *alive_ = false; }
+
+void ShardEngine::run(const Actions& actions) {
+  try {
+    for (const Action& action : actions) {
+      switch (action.kind) {
+        case ActionKind::kGather: {
+          const Timer timer(gather_seconds_);
+          order_.record(action);
+          store_->gather(action.unit);
+          break;
+        }
+        case ActionKind::kRelease:
+          store_->release(action.unit);
+          break;
+        case ActionKind::kReduce: {
+          const Timer timer(reduce_seconds_);
+          order_.record(action);
+          reducer_->reduce(action.unit);
+          break;
+        }
+      }
+      if (action.kind == ActionKind::kReduce) {
+        int& missing = num_missing_[static_cast<std::size_t>(action.unit)];
+        missing = 0;
+        for (std::size_t i = 0; i < arrived_.size(); ++i) {
+          if (store_->parameters()[i].unit == action.unit && store_->parameters()[i].is_trainable) {
+            arrived_[i] = false;
+            ++missing;
+          }
+        }
+      }
+    }
+  } catch (...) {
+    recover();
+    throw;
+  }
+}
+
+void ShardEngine::recover() {
+  for (const Action& action : schedule_->reset()) {
+    store_->release(action.unit);
+  }
+}
+
+void ShardEngine::before_root_forward() {
+  if (!is_in_backward()) {
+    if (schedule_->in_backward()) {
+      recover();  // The last backward ended in an exception.
+    }
+    run(schedule_->begin_forward());
+  }
+  before_forward(0);
+}
+
+void ShardEngine::after_root_forward(const std::vector<at::Tensor>& outputs) {
+  const bool will_backward = any_needs_backward(outputs);
+  watch_outputs(0, outputs);
+  // The root stays: its head is used last and needed first.
+  run(schedule_->after_forward(0, will_backward, /*keep=*/will_backward));
+  if (!schedule_->in_forward()) {
+    return;  // A recomputation.
+  }
+  run(schedule_->end_forward());
+  if (!forward_agreed_ && will_backward) {
+    const std::vector<int>& seen = schedule_->recorded_forward();
+    if (all_ranks_agree(hash_of(std::vector<std::int64_t>(seen.begin(), seen.end())),
+                        "control/forward_order")) {
+      schedule_->adopt_forward();
+    }
+    forward_agreed_ = true;
+  }
+}
+
+void ShardEngine::before_forward(int unit) {
+  if (is_in_backward()) {
+    ensure_backward();
+  } else if (schedule_->in_backward()) {
+    recover();
+  }
+  run(schedule_->before_forward(unit));
+}
+
+void ShardEngine::after_forward(int unit, const std::vector<at::Tensor>& outputs) {
+  bool keeps_alias = false;
+  for (const at::Tensor& output : outputs) {
+    for (const int buffer : store_->buffers_of(unit)) {
+      keeps_alias =
+          keeps_alias || store_->buffers()[static_cast<std::size_t>(buffer)].flat->aliases(output);
+    }
+  }
+  watch_outputs(unit, outputs);
+  run(schedule_->after_forward(unit, any_needs_backward(outputs), keeps_alias));
+}
+
+void ShardEngine::abandon_forward() {
+  if (!is_in_backward()) {
+    recover();
+  }
+}
+
+bool ShardEngine::any_needs_backward(const std::vector<at::Tensor>& outputs) const {
+  return at::GradMode::is_enabled() &&
+         std::any_of(outputs.begin(), outputs.end(),
+                     [](const at::Tensor& output) { return output.requires_grad(); });
+}
+
+void ShardEngine::watch_outputs(int unit, const std::vector<at::Tensor>& outputs) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  for (const at::Tensor& output : outputs) {
+    if (output.requires_grad() && !output.is_leaf()) {
+      watch_output(output, [this, alive = alive_, unit] {
+        if (*alive) {
+          ensure_backward();
+          run(schedule_->before_backward(unit));
+        }
+      });
+    }
+  }
+}
+
+void ShardEngine::ensure_backward() {
+  if (schedule_->in_backward() && !backward_token_.expired()) {
+    return;
+  }
+  if (schedule_->in_backward()) {
+    recover();  // Autograd dropped the last backward without finishing it.
+  }
+  reconcile_gradients();
+  pass_had_gradient_ = false;
+  is_finished_ = false;
+  for (std::size_t unit = 0; unit < num_missing_.size(); ++unit) {
+    num_missing_[unit] = 0;
+  }
+  for (std::size_t i = 0; i < arrived_.size(); ++i) {
+    const ParameterPlace& place = store_->parameters()[i];
+    arrived_[i] = false;
+    if (place.is_trainable) {
+      ++num_missing_[static_cast<std::size_t>(place.unit)];
+    }
+    if (handle_installed_[i]) {  // Else autograd would add to the handle.
+      place.parameter.mutable_grad().reset();
+    }
+  }
+  schedule_->begin_backward(/*keep=*/at::GradMode::is_enabled());
+  auto token = std::make_shared<BackwardToken>();
+  backward_token_ = token;
+  call_at_end_of_backward([this, alive = alive_, token = std::move(token)] {
+    if (*alive) {
+      end_backward();
+    }
+  });
+}
+
+void ShardEngine::end_backward() {
+  run(schedule_->end_backward());
+  if (pass_had_gradient_) {
+    if (!backward_agreed_) {
+      if (all_ranks_agree(hash_of(schedule_->recorded_backward()), "control/backward_order")) {
+        schedule_->adopt_backward();
+      }
+      backward_agreed_ = true;
+      first_deviations_ = schedule_->num_deviations();
+    } else if (schedule_->num_deviations() > first_deviations_ && !deviation_logged_) {
+      deviation_logged_ = true;
+      HOPSHARD_LOG(kInfo, "units ran in another order than in the first step; what the order does "
+                          "not hold is gathered on demand and reduced at the end of the step");
+    }
+    if (!hold_second_hop_ && ++num_passes_ >= options_.backward_passes_per_step) {
+      num_passes_ = 0;
+      second_hop();
+    }
+  }
+  install_handles();
+}
+
+void ShardEngine::second_hop() {
+  const Timer timer(second_hop_seconds_);
+  reducer_->second_hop();
+}
+
+bool ShardEngine::all_ranks_agree(std::int64_t value, const std::string& tag) {
+  const at::NoGradGuard no_grad;
+  at::Tensor ends = at::tensor({value, -value}, at::TensorOptions().dtype(at::kLong));
+  groups_.world->all_reduce(ends, ReduceOp::kMax, {.timeout = {}, .tag = tag})->wait();
+  const auto* const data = ends.const_data_ptr<std::int64_t>();
+  return data[0] == -data[1];
+}
+
+// The user's script may set p.grad to None, replace it, or leave our handle there.
+void ShardEngine::reconcile_gradients() {
+  for (std::size_t i = 0; i < handles_.size(); ++i) {
+    const ParameterPlace& place = store_->parameters()[i];
+    const at::Tensor& grad = place.parameter.grad();
+    if (!place.is_trainable) {
+      HOPSHARD_CHECK(!grad.defined(), ConfigError, "parameter '", place.name,
+                     "' was frozen when it was wrapped and has a gradient now; set requires_grad "
+                     "before hopshard.DistributedModel(module)");
+    } else if (!grad.defined()) {
+      if (handle_installed_[i]) {
+        reducer_->zero(static_cast<int>(i));
+        handle_installed_[i] = false;
+      }
+    } else if (!handles_[i].defined() || !grad.is_same(handles_[i])) {
+      set_gradient(static_cast<int>(i), at::Tensor(grad));
+    }
+  }
+}
+
+void ShardEngine::install_handles() {
+  for (std::size_t i = 0; i < handles_.size(); ++i) {
+    if (handles_[i].defined() && reducer_->has_gradient(static_cast<int>(i))) {
+      store_->parameters()[i].parameter.mutable_grad() = handles_[i];
+      handle_installed_[i] = true;
+    }
+  }
+}
+
+bool ShardEngine::finish_gradients() {
+  const at::NoGradGuard no_grad;
+  HOPSHARD_CHECK(!is_in_backward(), ScheduleError,
+                 "gradients are not finished inside a backward pass; step after it");
+  if (schedule_->in_backward()) {
+    recover();
+  }
+  reconcile_gradients();
+  if (is_finished_) {
+    return false;
+  }
+
+  const int num_units = store_->num_units();
+  const auto num_parameters = static_cast<int>(store_->parameters().size());
+  constexpr int kHeader = 3;
+  at::Tensor flags =
+      at::zeros({kHeader + num_units + num_parameters}, at::TensorOptions().dtype(at::kLong));
+  auto* const data = flags.mutable_data_ptr<std::int64_t>();
+  auto* const leftover = data + kHeader;
+  auto* const has_gradient = leftover + num_units;
+  data[0] = order_.hash();
+  data[1] = -order_.hash();
+  data[2] = reducer_->is_open() ? 1 : 0;
+  for (int unit = 0; unit < num_units; ++unit) {
+    leftover[unit] = reducer_->has_leftover(unit) ? 1 : 0;
+  }
+  for (int i = 0; i < num_parameters; ++i) {
+    has_gradient[i] = reducer_->has_gradient(i) ? 1 : 0;
+  }
+  groups_.world->all_reduce(flags, ReduceOp::kMax, {.timeout = {}, .tag = "control/step"})->wait();
+  if (data[0] != -data[1]) {
+    std::vector<std::string> names;
+    for (int unit = 0; unit < num_units; ++unit) {
+      names.push_back(store_->unit_name(unit));
+    }
+    order_.explain(*groups_.world, names);
+  }
+  order_.clear();
+
+  bool open = data[2] != 0;
+  for (int unit = 0; unit < num_units; ++unit) {
+    if (leftover[unit] != 0) {
+      const Timer timer(reduce_seconds_);
+      reducer_->reduce(unit);
+      open = true;
+    }
+  }
+  if (open) {
+    second_hop();
+  }
+  for (int i = 0; i < num_parameters; ++i) {
+    if (has_gradient[i] != 0) {
+      reducer_->set_has_gradient(i);
+    }
+  }
+  install_handles();
+  is_finished_ = true;
+  return true;
+}
+
+void ShardEngine::zero_gradients() {
+  reducer_->zero();
+  num_passes_ = 0;
+  is_finished_ = false;
+  for (std::size_t i = 0; i < handles_.size(); ++i) {
+    if (store_->parameters()[i].is_trainable) {
+      store_->parameters()[i].parameter.mutable_grad().reset();
+      handle_installed_[i] = false;
+    }
+  }
+}
+
+void ShardEngine::set_gradient(int parameter, const at::Tensor& full) {
+  const auto index = static_cast<std::size_t>(parameter);
+  reducer_->set_gradient(parameter, full);
+  store_->parameters().at(index).parameter.mutable_grad() = handles_.at(index);
+  handle_installed_.at(index) = true;
+}
+
+void ShardEngine::set_gradient_handles(std::vector<at::Tensor> handles) {
+  HOPSHARD_CHECK(handles.size() == handles_.size(), InvalidArgument, handles.size(),
+                 " gradient handles for ", handles_.size(), " parameters");
+  handles_ = std::move(handles);
+}
+
+void ShardEngine::end_step(bool stepped) {
+  num_passes_ = 0;
+  if (!stepped) {
+    return;
+  }
+  for (int unit = 0; unit < store_->num_units(); ++unit) {
+    HOPSHARD_CHECK(!schedule_->is_pinned(unit), ShardedError,
+                   "the optimizer stepped inside `with hopshard.unshard(module):`; leave it first");
+  }
+  store_->refresh_shards();
+  recover();
+  store_->bump_versions();
+}
+
+void ShardEngine::pin(int unit) { run(schedule_->pin(unit)); }
+
+void ShardEngine::unpin(int unit, bool write_back) {
+  if (write_back) {
+    store_->write_back(unit);
+    store_->bump_versions();
+  }
+  run(schedule_->unpin(unit));
+}
+
+void ShardEngine::write_parameter(int parameter, const at::Tensor& full) {
+  const at::NoGradGuard no_grad;
+  store_->write_parameter(parameter, full);
+  const ParameterPlace& place = store_->parameters()[static_cast<std::size_t>(parameter)];
+  const ShardedBuffer& buffer = store_->buffers()[static_cast<std::size_t>(place.buffer)];
+  if (buffer.flat->is_attached()) {
+    const_cast<at::Tensor&>(buffer.flat->view(place.position)).copy_(full);
+  }
+  place.parameter.unsafeGetTensorImpl()->bump_version();
+}
+
+EngineStatistics ShardEngine::statistics() const {
+  EngineStatistics statistics;
+  statistics.gather_seconds = gather_seconds_;
+  statistics.reduce_seconds = reduce_seconds_;
+  statistics.second_hop_seconds = second_hop_seconds_;
+  statistics.persistent_bytes = store_->persistent_bytes() + reducer_->persistent_bytes();
+  statistics.pool_bytes = pool_.taken_bytes() + pool_.idle_bytes();
+  statistics.peak_bytes = statistics.persistent_bytes + pool_.peak_bytes();
+  statistics.pool_allocations = pool_.num_allocations();
+  statistics.num_deviations = schedule_->num_deviations() - first_deviations_;
+  return statistics;
+}
+
+}  // namespace hopshard

@@ -1,0 +1,299 @@
+#include "hopshard/runtime/shard_store.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <map>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "hopshard/core/error.hpp"
+#include "hopshard/layout/piece_table.hpp"
+
+namespace hopshard {
+
+namespace {
+
+// Masters are at least fp32: 16-bit weights cannot take small updates.
+at::ScalarType master_dtype_of(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor tensor_over_block(const PoolBlock& block, std::int64_t numel, at::ScalarType dtype) {
+  return at::from_blob(block.data, {numel}, at::TensorOptions().dtype(dtype));
+}
+
+}  // namespace
+
+ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world,
+                       CommunicatorPtr sharding, BufferPool& pool)
+    : world_(std::move(world)), sharding_(std::move(sharding)), pool_(pool) {
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const UnitSpec& spec : units) {
+    for (std::size_t i = 0; i < spec.parameters.size(); ++i) {
+      const at::Tensor& parameter = spec.parameters[i];
+      HOPSHARD_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second, ConfigError,
+                     "parameter '", spec.parameter_names.at(i), "' belongs to two units");
+      HOPSHARD_CHECK(parameter.device().is_cpu() && parameter.layout() == at::kStrided, ConfigError,
+                     "parameter '", spec.parameter_names.at(i), "' is on ", parameter.device(),
+                     " with layout ", parameter.layout(), "; dense CPU parameters are supported");
+      HOPSHARD_CHECK(!parameter.requires_grad() || parameter.is_floating_point(), ConfigError,
+                     "parameter '", spec.parameter_names.at(i), "' of dtype ",
+                     parameter.scalar_type(), " cannot be trained");
+    }
+  }
+
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
+    unit_names_.push_back(units[unit].name);
+    buffers_of_unit_.emplace_back();
+    add_buffers_of(static_cast<int>(unit), units[unit]);
+  }
+
+  // Arenas come last, when their sizes are known; shards of the same dtype move into them.
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    std::int64_t numel = 0;
+    for (ShardedBuffer& buffer : buffers_) {
+      if (buffer.is_trainable && master_dtype_of(buffer.flat->dtype()) == dtype) {
+        buffer.arena = static_cast<int>(arenas_.size());
+        buffer.arena_begin = numel;
+        numel += buffer.shard.numel();
+      }
+    }
+    if (numel == 0) {
+      continue;
+    }
+    arenas_.push_back(at::zeros({numel}, at::TensorOptions().dtype(dtype)));
+    for (ShardedBuffer& buffer : buffers_) {
+      if (buffer.arena == static_cast<int>(arenas_.size()) - 1) {
+        buffer.master = arenas_.back().narrow(0, buffer.arena_begin, buffer.shard.numel());
+        buffer.master.copy_(buffer.shard);
+        if (buffer.flat->dtype() == dtype) {
+          buffer.shard = buffer.master;
+        }
+      }
+    }
+  }
+}
+
+ShardStore::~ShardStore() {
+  for (ShardedBuffer& buffer : buffers_) {
+    if (buffer.flat->is_attached()) {
+      buffer.flat->detach();
+    }
+    pool_.give_back(buffer.memory);
+  }
+}
+
+void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
+  // Trainable before frozen, then by dtype; a map, so that all ranks agree.
+  std::map<std::tuple<bool, int>, std::vector<std::size_t>> members;
+  for (std::size_t i = 0; i < spec.parameters.size(); ++i) {
+    const at::Tensor& parameter = spec.parameters[i];
+    members[{!parameter.requires_grad(), static_cast<int>(parameter.scalar_type())}].push_back(i);
+  }
+  for (const auto& [key, indices] : members) {
+    std::vector<at::Tensor> parameters;
+    std::vector<std::string> names;
+    for (const std::size_t i : indices) {
+      parameters.push_back(spec.parameters[i]);
+      names.push_back(spec.parameter_names[i]);
+    }
+    // FlatBuffer points the parameters at placeholders: hold on to their values until they are
+    // in the flat buffer. Rank 0's travel; the others' buffers are overwritten.
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& parameter : parameters) {
+      values.push_back(parameter.variable_data());
+    }
+    ShardedBuffer buffer;
+    buffer.unit = unit;
+    buffer.is_trainable = !std::get<0>(key);
+    buffer.flat = std::make_unique<FlatBuffer>(parameters, names, sharding_->size());
+    buffer.memory = pool_.take(buffer.flat->nbytes());
+    buffer.flat->attach(buffer.memory.data);
+    buffer.flat->whole().zero_();
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const_cast<at::Tensor&>(buffer.flat->view(static_cast<int>(i))).copy_(values[i]);
+      values[i].reset();
+    }
+    world_->broadcast(buffer.flat->whole(), 0, {.timeout = {}, .tag = "initial/" + spec.name})
+        ->wait();
+    const std::int64_t slice_numel = buffer.flat->layout().slice_numel();
+    buffer.shard = buffer.flat->whole()
+                       .narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel)
+                       .clone();
+    buffer.flat->detach();
+    pool_.give_back(std::exchange(buffer.memory, {}));
+
+    buffers_of_unit_[static_cast<std::size_t>(unit)].push_back(static_cast<int>(buffers_.size()));
+    buffers_.push_back(std::move(buffer));
+    place_parameters(static_cast<int>(buffers_.size()) - 1, names, parameters);
+  }
+}
+
+void ShardStore::place_parameters(int buffer, const std::vector<std::string>& names,
+                                  const std::vector<at::Tensor>& parameters) {
+  const ShardedBuffer& owner = buffers_[static_cast<std::size_t>(buffer)];
+  const PieceTable pieces(owner.flat->layout());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    ParameterPlace place{.name = names[i],
+                         .parameter = parameters[i],
+                         .unit = owner.unit,
+                         .buffer = buffer,
+                         .position = static_cast<int>(i),
+                         .is_trainable = owner.is_trainable};
+    for (const Piece& piece : pieces.of_parameter(static_cast<int>(i))) {
+      if (piece.slice == sharding_->group().my_slot()) {
+        place.piece_numel = piece.numel;
+        place.piece_in_parameter = piece.parameter_begin;
+        place.piece_in_slice = piece.slice_begin;
+      }
+    }
+    places_.push_back(std::move(place));
+  }
+}
+
+const ParameterPlace& ShardStore::place(int parameter) const {
+  return places_.at(static_cast<std::size_t>(parameter));
+}
+
+bool ShardStore::is_trainable(int unit) const {
+  for (const int index : buffers_of(unit)) {
+    if (buffers_[static_cast<std::size_t>(index)].is_trainable) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void ShardStore::gather(int unit) {
+  const at::NoGradGuard no_grad;
+  for (const int index : buffers_of(unit)) {
+    buffers_[static_cast<std::size_t>(index)].flat->check_untouched();
+  }
+  std::vector<WorkPtr> in_flight;
+  sharding_->group_begin();
+  for (const int index : buffers_of(unit)) {
+    ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    buffer.memory = pool_.take(buffer.flat->nbytes());
+    buffer.flat->attach(buffer.memory.data);
+    in_flight.push_back(sharding_->all_gather(buffer.flat->whole(), buffer.shard,
+                                              {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
+  }
+  sharding_->group_end();
+  for (const WorkPtr& work : in_flight) {
+    work->wait();
+  }
+}
+
+void ShardStore::release(int unit) {
+  for (const int index : buffers_of(unit)) {
+    ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    if (buffer.flat->is_attached()) {
+      buffer.flat->detach();
+      pool_.give_back(std::exchange(buffer.memory, {}));
+    }
+  }
+}
+
+void ShardStore::write_back(int unit) {
+  const at::NoGradGuard no_grad;
+  for (const int index : buffers_of(unit)) {
+    ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    HOPSHARD_CHECK(buffer.flat->is_attached(), ScheduleError, "unit '", unit_name(unit),
+                   "' is sharded: there is nothing to write back");
+    buffer.flat->take_back_rebound();
+    const std::int64_t slice_numel = buffer.flat->layout().slice_numel();
+    const at::Tensor slice =
+        buffer.flat->whole().narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel);
+    buffer.shard.copy_(slice);
+    if (buffer.is_trainable && buffer.master.dtype() != buffer.shard.dtype()) {
+      buffer.master.copy_(slice);
+    }
+  }
+}
+
+void ShardStore::refresh_shards() {
+  const at::NoGradGuard no_grad;
+  for (ShardedBuffer& buffer : buffers_) {
+    if (buffer.is_trainable && buffer.master.dtype() != buffer.shard.dtype()) {
+      buffer.shard.copy_(buffer.master);
+    }
+  }
+}
+
+void ShardStore::write_parameter(int parameter, const at::Tensor& full) {
+  const at::NoGradGuard no_grad;
+  const ParameterPlace& where = place(parameter);
+  const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(where.buffer)];
+  const at::Tensor piece = piece_from_full(parameter, full);
+  buffer.shard.narrow(0, where.piece_in_slice, where.piece_numel).copy_(piece);
+  if (buffer.is_trainable) {
+    buffer.master.narrow(0, where.piece_in_slice, where.piece_numel).copy_(piece);
+  }
+}
+
+at::Tensor ShardStore::piece_of(const at::Tensor& arena_like, int parameter) const {
+  const ParameterPlace& where = place(parameter);
+  const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(where.buffer)];
+  HOPSHARD_CHECK(buffer.is_trainable, InvalidArgument, "parameter '", where.name,
+                 "' is frozen: it has no gradient and no optimizer state");
+  return arena_like.narrow(0, buffer.arena_begin + where.piece_in_slice, where.piece_numel);
+}
+
+at::Tensor ShardStore::piece_from_full(int parameter, const at::Tensor& full) const {
+  const at::NoGradGuard no_grad;
+  const ParameterPlace& where = place(parameter);
+  return buffers_[static_cast<std::size_t>(where.buffer)]
+      .flat->in_memory_order(full.detach(), where.position)
+      .narrow(0, where.piece_in_parameter, where.piece_numel);
+}
+
+void ShardStore::write_piece(const at::Tensor& arena_like, int parameter,
+                             const at::Tensor& full) const {
+  piece_of(arena_like, parameter).copy_(piece_from_full(parameter, full));
+}
+
+at::Tensor ShardStore::gather_full(const at::Tensor& arena_like, int parameter,
+                                   const std::string& tag) {
+  const at::NoGradGuard no_grad;
+  const ParameterPlace& where = place(parameter);
+  const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(where.buffer)];
+  HOPSHARD_CHECK(buffer.is_trainable, InvalidArgument, "parameter '", where.name, "' is frozen");
+  const FlatLayout& layout = buffer.flat->layout();
+  const PoolBlock block = pool_.take(layout.numel() * arena_like.element_size());
+  const at::Tensor flat = tensor_over_block(block, layout.numel(), arena_like.scalar_type());
+  sharding_
+      ->all_gather(flat, arena_like.narrow(0, buffer.arena_begin, layout.slice_numel()),
+                   {.timeout = {}, .tag = tag + "/" + where.name})
+      ->wait();
+  at::Tensor full = buffer.flat->view_of(flat, where.position).clone();
+  pool_.give_back(block);
+  return full;
+}
+
+std::int64_t ShardStore::persistent_bytes() const {
+  std::int64_t nbytes = 0;
+  for (const at::Tensor& arena : arenas_) {
+    nbytes += static_cast<std::int64_t>(arena.nbytes());
+  }
+  for (const ShardedBuffer& buffer : buffers_) {
+    if (!buffer.is_trainable || buffer.master.dtype() != buffer.shard.dtype()) {
+      nbytes += static_cast<std::int64_t>(buffer.shard.nbytes());
+    }
+  }
+  return nbytes;
+}
+
+void ShardStore::bump_versions() const {
+  for (const ParameterPlace& where : places_) {
+    where.parameter.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+}  // namespace hopshard
