@@ -1,0 +1,224 @@
+"""What a user may set, checked before anything starts.
+
+One frozen ``Config`` per world. Names follow SMP's where it has one, with the aliases that users
+of other libraries know. Unknown names and illegal values are ``ConfigError``. Next: world.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hopshard.errors import ConfigError
+
+_MIB: Final = 1024 * 1024
+
+ALIASES: Final[Mapping[str, str]] = {
+    "dp_shard_size": "sharded_data_parallel_degree",
+    "hybrid_shard_degree": "sharded_data_parallel_degree",
+    "sdp_gradient_clipping": "gradient_clipping",
+}
+"""Other libraries' names and ours."""
+
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HOPSHARD_RANKS_PER_NODE": "ranks_per_node",
+    "HOPSHARD_TIMEOUT_S": "timeout_s",
+    "HOPSHARD_LOG_LEVEL": "log_level",
+}
+"""Environment variables that fill a field which the program left at its default."""
+
+
+class Config(BaseModel):
+    """Settings of one world. Immutable; equal configs make equal worlds.
+
+    All ranks must pass the same values, except where a field says otherwise.
+
+    >>> Config(dp_shard_size=2).sharded_data_parallel_degree
+    2
+
+    Raises:
+        ConfigError: an unknown name, a wrong type, a value out of range, or two names of the
+            same field with different values.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    sharded_data_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that share one copy of the model (p). 1 replicates it on every rank, the world size
+    shards it over all. Must divide the world size. Aliases: ``dp_shard_size``,
+    ``hybrid_shard_degree``."""
+
+    backend: Literal["auto", "c10d"] = "auto"
+    """Transport of the collectives. ``auto`` takes the best one that is available here;
+    ``c10d`` is a torch process group (gloo on CPU)."""
+
+    timeout_s: float = Field(default=300.0, gt=0, le=86400)
+    """Seconds that one collective, or the start-up of the world, may wait for its peers before it
+    raises ``TimeoutError``. Environment: ``HOPSHARD_TIMEOUT_S``."""
+
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks of one node. None: detected from the launcher. A value below the real one makes one
+    host look like several nodes, to try hierarchical groups without a cluster. Environment:
+    ``HOPSHARD_RANKS_PER_NODE``."""
+
+    gradient_clipping: float = Field(default=0.0, ge=0)
+    """Largest 2-norm of the whole model's gradient; it is scaled down to it inside ``step()``.
+    0 is off. Alias: ``sdp_gradient_clipping``."""
+
+    microbatches: int = Field(default=1, ge=1)
+    """Parts into which ``@hs.step`` cuts each batch; gradients are synchronised across replicas
+    once, after the last."""
+
+    second_hop_bucket_bytes: int = Field(default=64 * _MIB, ge=1)
+    """Bytes of gradient shards that travel between replicas in one all-reduce. Larger buckets
+    use slow links better, smaller ones overlap more with backward."""
+
+    check_consistency: bool = True
+    """Compare the model (names, shapes, initial values) across ranks when it is wrapped. The
+    configuration itself is always compared."""
+
+    log_level: Literal["debug", "info", "warning", "error", "off"] = "info"
+    """Least severe message that is shown. Ranks may differ. Environment: ``HOPSHARD_LOG_LEVEL``."""
+
+    def __init__(self, **values: Any) -> None:
+        values = _resolve_names(values)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def from_user(cls, config: Mapping[str, Any] | Config | None = None, **kw: Any) -> Config:
+        """Builds a Config from what a program passed to ``hs.init``.
+
+        Args:
+            config: A mapping, a Config, or None for the defaults.
+            **kw: Fields that override ``config``'s.
+
+        Raises:
+            ConfigError: see ``Config``.
+        """
+        if isinstance(config, Config):
+            return cls(**{**config.given(), **_resolve_names(kw)}) if kw else config
+        if config is None:
+            return cls(**kw)
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"the configuration must be a mapping or a hopshard.Config, got "
+                f"{type(config).__name__}: {config!r}"
+            )
+        strange = [key for key in config if not isinstance(key, str)]
+        if strange:
+            raise ConfigError(f"configuration keys must be text, got {strange[0]!r}")
+        return cls(**{**_resolve_names(dict(config)), **_resolve_names(kw)})
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were set explicitly."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set)}
+
+    def with_environment(self, environ: Mapping[str, str]) -> Config:
+        """Fills fields that were not given from ``ENVIRONMENT``.
+
+        Raises:
+            ConfigError: a variable holds something illegal; the text names it.
+        """
+        values = self.given()
+        for variable, name in ENVIRONMENT.items():
+            text = environ.get(variable, "").strip()
+            if not text or name in values:
+                continue
+            value = _parse(text) if name != "log_level" else text
+            try:
+                Config(**{name: value})
+            except ConfigError as error:
+                raise ConfigError(f"environment variable {variable}: {error}") from None
+            values[name] = value
+        return Config(**values)
+
+    def must_agree(self) -> dict[str, Any]:
+        """The effective values that have to be equal on all ranks."""
+        return self.model_dump(exclude={"log_level"})
+
+
+def known_keys() -> list[str]:
+    """All legal names, aliases included."""
+    return [*Config.model_fields, *ALIASES]
+
+
+def _resolve_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces aliases by our names; refuses unknown names and contradictions."""
+    resolved: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for key, value in values.items():
+        if key not in Config.model_fields and key not in ALIASES:
+            raise ConfigError(_explain_unknown(key))
+        name = ALIASES.get(key, key)
+        if name in resolved and (
+            resolved[name] != value or type(resolved[name]) is not type(value)
+        ):
+            raise ConfigError(
+                f"configuration keys '{source[name]}' ({resolved[name]!r}) and '{key}' "
+                f"({value!r}) name the same setting and contradict each other; keep one"
+            )
+        resolved[name] = value
+        source[name] = key
+    return resolved
+
+
+def _explain_unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.4)
+    hint = f"; did you mean '{near[0]}'?" if near else "."
+    return f"unknown configuration key '{key}'{hint} Known keys: {', '.join(sorted(known_keys()))}"
+
+
+def _parse(text: str) -> Any:
+    """A number where the text is one; the field decides whether it may be."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _legal(name: str) -> str:
+    field = Config.model_fields[name]
+    schema = Config.model_json_schema()["properties"][name]
+    variants = schema.get("anyOf", [schema])
+    words: list[str] = []
+    for variant in variants:
+        if "enum" in variant:
+            words.append("one of " + ", ".join(repr(choice) for choice in variant["enum"]))
+        elif variant["type"] == "null":
+            words.append("None")
+        else:
+            kind = {"integer": "an integer", "number": "a number", "boolean": "True or False"}
+            word = kind[variant["type"]]
+            if "minimum" in variant:
+                word += f" >= {variant['minimum']:g}"
+            if "exclusiveMinimum" in variant:
+                word += f" > {variant['exclusiveMinimum']:g}"
+            if "maximum" in variant:
+                word += f" and <= {variant['maximum']:g}"
+            words.append(word)
+    return f"{' or '.join(words)} (default {field.default!r})"
+
+
+def _explain(error: ValidationError) -> str:
+    parts = []
+    for name in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors()):
+        value = next(d["input"] for d in error.errors() if d["loc"][0] == name)
+        parts.append(
+            f"configuration key '{name}' cannot be {value!r} ({type(value).__name__}); "
+            f"legal: {_legal(name)}"
+        )
+    return "; ".join(parts)

@@ -1,0 +1,320 @@
+"""How each kind of torch optimizer updates this rank's slices, and where its state lies.
+
+``FusedAdam`` and ``FusedSgd`` keep their moments in arenas laid out like the masters and run one
+native pass per parameter group; ``Pieces`` runs any element-wise torch optimizer on 1-D pieces.
+Next: step.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hopshard import _C
+from hopshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hopshard.model import DistributedModel
+
+
+def make_update(optimizer: torch.optim.Optimizer, model: DistributedModel) -> Update:
+    """The fused update where it does exactly what ``optimizer`` would, else the general one."""
+    groups = optimizer.param_groups
+    unusual = ("amsgrad", "capturable", "differentiable")
+    if not any(group.get(flag) for group in groups for flag in unusual):
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            return FusedAdam(optimizer, model)
+        if type(optimizer) is torch.optim.SGD:
+            return FusedSgd(optimizer, model)
+    return Pieces(optimizer, model)
+
+
+def is_initial(state: dict[str, Any]) -> bool:
+    """The state is as it was when the optimizer was built: no step has been counted."""
+    return "step" in state and float(state["step"]) == 0
+
+
+class Update(ABC):
+    """Updates the parameters of one optimizer. Parameters are indexed as in the engine."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        self.optimizer = optimizer
+        self.engine = model._engine
+        self.group_of: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                index = model._index_of[id(parameter)]
+                if index in self.group_of:
+                    name = self.engine.parameters[index].name
+                    raise ConfigError(f"parameter '{name}' is in two parameter groups")
+                if self.engine.parameters[index].is_trainable:
+                    self.group_of[index] = number
+
+    @abstractmethod
+    def step(self, scale: float) -> None:
+        """One update; ``scale`` multiplies the gradients."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of state on this rank."""
+
+    @abstractmethod
+    def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
+        """One parameter's state, whole. Collective: the sharding group."""
+
+    @abstractmethod
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        """This rank's part of a whole state; empty: the parameter was never updated."""
+
+
+class _Fused(Update):
+    """Moments in arenas, one native pass per run of parameters of one group and age."""
+
+    moment_names: tuple[str, ...]
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        super().__init__(optimizer, model)
+        masters = self.engine.master_arenas()
+        self.masters = masters
+        self.moments = {
+            name: [torch.zeros_like(master) for master in masters] for name in self.moment_names
+        }
+        self.steps = dict.fromkeys(self.group_of, 0)
+        trainable = [i for i, place in enumerate(self.engine.parameters) if place.is_trainable]
+        self.by_arena = [
+            [i for i in trainable if self.engine.arena_of(i) == arena]
+            for arena in range(len(masters))
+        ]
+        self.extent = {
+            i: (
+                self.engine.arena_begin_of(i),
+                self.engine.arena_begin_of(i) + self.engine.parameters[i].piece_numel,
+            )
+            for i in trainable
+        }
+
+    def _advance(self) -> list[_C.ShardUpdate]:
+        """Counts this step for the parameters that have a gradient."""
+        active = {i for i in self.group_of if self.engine.has_gradient(i)}
+        for index in active:
+            self.steps[index] += 1
+        updates = []
+        for arena, indices in enumerate(self.by_arena):
+            # A parameter without a piece here still lies between its neighbours: leave it out.
+            segments = [
+                _C.Segment(*self.extent[i], self.group_of[i], self.steps[i])
+                if i in active
+                else _C.Segment(*self.extent[i], _C.Segment.SKIPPED, 1)
+                for i in indices
+                if self.extent[i][0] < self.extent[i][1]
+            ]
+            updates.append(_C.ShardUpdate(self.masters[arena].numel(), segments))
+        return updates
+
+    def state_bytes(self) -> int:
+        return sum(moment.nbytes for moments in self.moments.values() for moment in moments)
+
+    def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
+        if self.steps.get(index, 0) == 0:
+            return {}
+        arena = self.engine.arena_of(index)
+        state: dict[str, Any] = {}
+        for name in self._used_moments(index):
+            full = self.engine.gather_full(self.moments[name][arena], index, "optimizer")
+            if keep:
+                state[name] = full
+        return state
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        if index not in self.group_of:
+            return
+        arena = self.engine.arena_of(index)
+        for name in self.moment_names:
+            if state.get(name) is not None:
+                self.engine.write_piece(self.moments[name][arena], index, state[name])
+            else:
+                self.engine.piece_of(self.moments[name][arena], index).zero_()
+
+    def _used_moments(self, index: int) -> tuple[str, ...]:
+        return self.moment_names
+
+
+class FusedAdam(_Fused):
+    """Adam and AdamW."""
+
+    moment_names = ("exp_avg", "exp_avg_sq")
+
+    def step(self, scale: float) -> None:
+        settings = [
+            _C.AdamSettings(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled_weight_decay=type(self.optimizer) is torch.optim.AdamW
+                or bool(group.get("decoupled_weight_decay", False)),
+                maximize=bool(group["maximize"]),
+            )
+            for group in self.optimizer.param_groups
+        ]
+        gradients = self.engine.gradient_arenas()
+        for arena, update in enumerate(self._advance()):
+            update.adam(
+                self.masters[arena],
+                gradients[arena],
+                self.moments["exp_avg"][arena],
+                self.moments["exp_avg_sq"][arena],
+                settings,
+                scale,
+            )
+
+    def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
+        state = super().full_state(index, keep=keep)
+        return {"step": torch.tensor(float(self.steps[index])), **state} if state else {}
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        super().load_state(index, state)
+        if index in self.group_of:
+            self.steps[index] = int(state.get("step", 0))
+
+
+class FusedSgd(_Fused):
+    """SGD with or without momentum."""
+
+    moment_names = ("momentum_buffer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        super().__init__(optimizer, model)
+        if not any(group["momentum"] for group in optimizer.param_groups):
+            self.moments["momentum_buffer"] = []  # Plain SGD has no state.
+
+    def step(self, scale: float) -> None:
+        settings = [
+            _C.SgdSettings(
+                lr=float(group["lr"]),
+                momentum=float(group["momentum"]),
+                dampening=float(group["dampening"]),
+                weight_decay=float(group["weight_decay"]),
+                nesterov=bool(group["nesterov"]),
+                maximize=bool(group["maximize"]),
+            )
+            for group in self.optimizer.param_groups
+        ]
+        if not self.moments["momentum_buffer"] and any(s.momentum for s in settings):
+            self.moments["momentum_buffer"] = [torch.zeros_like(m) for m in self.masters]
+            self.steps = dict.fromkeys(self.steps, 0)
+        buffers: Sequence[torch.Tensor | None] = self.moments["momentum_buffer"] or [None] * len(
+            self.masters
+        )
+        gradients = self.engine.gradient_arenas()
+        for arena, update in enumerate(self._advance()):
+            update.sgd(self.masters[arena], gradients[arena], buffers[arena], settings, scale)
+
+    def _used_moments(self, index: int) -> tuple[str, ...]:
+        group = self.optimizer.param_groups[self.group_of[index]]
+        return self.moment_names if group["momentum"] else ()
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        if index not in self.group_of:
+            return
+        has_momentum = state.get("momentum_buffer") is not None
+        if has_momentum and not self.moments["momentum_buffer"]:
+            self.moments["momentum_buffer"] = [torch.zeros_like(m) for m in self.masters]
+        if self.moments["momentum_buffer"]:
+            super().load_state(index, state)
+        self.steps[index] = 1 if has_momentum else 0
+
+
+class Pieces(Update):
+    """A torch optimizer as it is, on this rank's pieces of the masters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        super().__init__(optimizer, model)
+        masters = self.engine.master_arenas()
+        self.pieces: dict[int, torch.Tensor] = {
+            index: self.engine.piece_of(masters[self.engine.arena_of(index)], index)
+            .detach()
+            .requires_grad_()
+            for index in self.group_of
+        }
+        self.index_of = model._index_of
+        # Adagrad makes its state when it is built, of whole parameters.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                initial = optimizer.state.pop(parameter, None)
+                if initial:
+                    self.load_state(self.index_of[id(parameter)], initial)
+
+    def step(self, scale: float) -> None:
+        gradients = self.engine.gradient_arenas()
+        if scale != 1.0:
+            for arena in gradients:
+                arena.mul_(scale)
+        for index, piece in self.pieces.items():
+            piece.grad = (
+                self.engine.piece_of(gradients[self.engine.arena_of(index)], index)
+                if self.engine.has_gradient(index)
+                else None
+            )
+        originals = [group["params"] for group in self.optimizer.param_groups]
+        try:
+            for group in self.optimizer.param_groups:
+                group["params"] = [
+                    self.pieces[self.index_of[id(p)]]
+                    for p in group["params"]
+                    if self.index_of[id(p)] in self.pieces
+                ]
+            self.optimizer.step()
+        finally:
+            for group, original in zip(self.optimizer.param_groups, originals, strict=True):
+                group["params"] = original
+            for piece in self.pieces.values():
+                piece.grad = None
+
+    def state_bytes(self) -> int:
+        return sum(
+            value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
+        if index not in self.pieces:
+            return {}
+        piece = self.pieces[index]
+        arena = self.engine.arena_of(index)
+        state: dict[str, Any] = {}
+        for name, value in self.optimizer.state.get(piece, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+                # gather_full reads an arena; only this parameter's range of it is looked at.
+                carrier = torch.empty_like(self.engine.master_arenas()[arena], dtype=value.dtype)
+                self.engine.piece_of(carrier, index).copy_(value)
+                full = self.engine.gather_full(carrier, index, "optimizer")
+                if keep:
+                    state[name] = full
+            elif keep:  # A copy like the others: the optimizer counts on in its own.
+                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return state
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        if index not in self.pieces:
+            return
+        piece = self.pieces[index]
+        shape = self.engine.parameters[index].parameter.shape
+        mine: dict[str, Any] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0:
+                mine[name] = self.engine.piece_from_full(index, value).clone()
+            elif isinstance(value, torch.Tensor):
+                mine[name] = value.clone()
+            else:
+                mine[name] = value
+        if mine:
+            self.optimizer.state[piece] = mine
+        else:
+            self.optimizer.state.pop(piece, None)

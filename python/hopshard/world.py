@@ -1,0 +1,640 @@
+"""The world that this process (or this thread, in tests) is a rank of.
+
+``init`` finds the launcher, connects the ranks, proves that they agree and builds the groups of
+the layout (D1). The transport below is a torch process group, or a ``LocalHub`` where threads act
+as ranks. Next: model.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from hopshard import _C
+from hopshard.config import Config
+from hopshard.consistency import as_items, check_agreement, exchange_texts
+from hopshard.errors import CommError, ConfigError, Error
+from hopshard.launch_env import (
+    LaunchEnvironment,
+    Place,
+    derive_ranks_per_node,
+    detect_launch,
+)
+
+_log = logging.getLogger("hopshard")
+
+_EXIT_LIMIT_S: Final = 5.0  # How long a failed rank may take to end before it is cut off.
+_MAX_GROUPS_SHOWN: Final = 4
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place, its groups and what they measure. Built by ``init``."""
+
+    config: Config
+    """The effective configuration, environment included."""
+    launcher: str
+    """Who started the ranks, for people."""
+    layout: _C.GroupLayout
+    groups: _C.ProcessGroups
+    """Communicators ``world``, ``sharding`` and ``replication``; each counts into ``meter``."""
+    meter: _C.Meter
+    """Calls and bytes of all groups of this rank."""
+    rank: int
+    size: int
+    local_rank: int
+    """Place on its node; follows ``ranks_per_node`` where that emulates nodes."""
+    local_size: int
+
+    @property
+    def node(self) -> int:
+        return self.layout.node_of(self.rank)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.layout.node_of(self.size - 1) + 1
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it. Collective: the world."""
+        self.groups.world.barrier(tag="barrier")
+
+    def abort(self, reason: str) -> None:
+        """Wakes all ranks that wait in a collective of this world, with CommError."""
+        for communicator in (self.groups.world, self.groups.sharding, self.groups.replication):
+            with contextlib.suppress(Error):  # One broken group must not keep the others waiting.
+                communicator.abort(reason)
+
+
+@dataclass(frozen=True)
+class ThreadSeat:
+    """A place for a thread that acts as a rank (see testing.run_ranks)."""
+
+    hub: _C.LocalHub
+    rank: int
+    size: int
+    ranks_per_node: int | None = None
+
+
+class _ThreadState(threading.local):
+    seat: ThreadSeat | None = None
+    world: World | None = None
+
+
+@dataclass
+class _ProcessState:
+    world: World | None = None
+    owns_process_group: bool = False
+    sub_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    excepthook: Callable[..., Any] | None = None
+    """Ours, once it is installed."""
+    failed: bool = False
+
+
+_thread = _ThreadState()
+_process = _ProcessState()
+_init_lock = threading.RLock()
+
+
+def init(config: Mapping[str, Any] | Config | None = None, **kw: Any) -> World:
+    """Connects this rank to the others and builds the groups.
+
+    Uses torch's default process group if there is one, else creates it. A second call without
+    arguments, or with the same configuration, returns the same world.
+
+    Collective: all ranks of the job.
+
+    Example:
+        >>> import hopshard as hs
+        >>> world = hs.init(sharded_data_parallel_degree=1)
+
+    Args:
+        config: See ``Config``; a mapping, a Config or None.
+        **kw: Fields of ``Config`` that override ``config``'s.
+
+    Raises:
+        ConfigError: illegal settings, a degree that does not divide the world, ranks that
+            disagree, or a world that exists with another configuration. On every rank.
+        CommError: the ranks could not connect.
+    """
+    with contextlib.nullcontext() if _thread.seat else _init_lock:
+        if _thread.seat is None:
+            _set_exit_hooks()  # First of all: the launcher wants to know of every error.
+        existing = _thread.world if _thread.seat else _process.world
+        if existing is not None and config is None and not kw:
+            return existing
+        wanted = Config.from_user(config, **kw).with_environment(os.environ)
+        if existing is not None:
+            return _same_world(existing, wanted)
+        if _thread.seat is not None:
+            _thread.world = _join_hub(_thread.seat, wanted)
+            return _thread.world
+        _process.world = _join_processes(wanted)
+        return _process.world
+
+
+def shutdown() -> None:
+    """Leaves the world, and destroys torch's process group if ``init`` created it.
+
+    Does nothing without a world. Afterwards ``init`` may be called again.
+
+    Collective: all ranks; waits for them, so that none loses a peer that it still needs.
+    """
+    _leave(destroy_process_group=True)
+
+
+def init_again(config: Config) -> World:
+    """A world with another configuration over the same processes or threads.
+
+    Collective: all ranks. Objects of the old world must not be used any more.
+    """
+    existing = _find()
+    if existing is not None and existing.config == config:
+        return existing
+    _leave(destroy_process_group=False)
+    return init(config)
+
+
+def take_seat(seat: ThreadSeat) -> None:
+    """Lets the calling thread act as a rank; ``init`` in it joins the seat's hub."""
+    _thread.seat, _thread.world = seat, None
+
+
+def leave_seat() -> None:
+    """The calling thread is a thread of the process again. Not collective."""
+    _thread.seat = _thread.world = None
+
+
+def is_initialized() -> bool:
+    """True between ``init`` and ``shutdown``."""
+    return _find() is not None
+
+
+def current() -> World:
+    """This rank's world.
+
+    Raises:
+        ConfigError: ``init`` was not called.
+    """
+    world = _find()
+    if world is None:
+        raise ConfigError("hopshard is not initialised; call hopshard.init(...) first")
+    return world
+
+
+def rank() -> int:
+    """This rank, 0 to size() - 1."""
+    return current().rank
+
+
+def size() -> int:
+    """Ranks of the world (n)."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This rank's place on its node."""
+    return current().local_rank
+
+
+def local_size() -> int:
+    """Ranks on this node."""
+    return current().local_size
+
+
+def node() -> int:
+    """This rank's node, from 0."""
+    return current().node
+
+
+def num_nodes() -> int:
+    """Nodes of the world."""
+    return current().num_nodes
+
+
+def dp_rank() -> int:
+    """This rank's place among those that read different data: all of them, at any degree."""
+    return current().rank
+
+
+def dp_size() -> int:
+    """Ranks that read different data: ``size()`` at any degree."""
+    return current().size
+
+
+def sharding_rank() -> int:
+    """This rank's place in its sharding group."""
+    return int(current().groups.sharding.rank)
+
+
+def sharding_size() -> int:
+    """Ranks of a sharding group: the degree."""
+    return int(current().groups.sharding.size)
+
+
+def replication_rank() -> int:
+    """Which replica of the model this rank belongs to."""
+    return int(current().groups.replication.rank)
+
+
+def replication_size() -> int:
+    """Replicas of the model."""
+    return int(current().groups.replication.size)
+
+
+def tp_rank() -> int:
+    """0: there is no tensor parallelism."""
+    current()
+    return 0
+
+
+def tp_size() -> int:
+    """1: there is no tensor parallelism."""
+    current()
+    return 1
+
+
+def pp_rank() -> int:
+    """0: there is no pipeline parallelism."""
+    current()
+    return 0
+
+
+def pp_size() -> int:
+    """1: there is no pipeline parallelism."""
+    current()
+    return 1
+
+
+def barrier() -> None:
+    """Returns when all ranks have called it. Collective: the world."""
+    current().barrier()
+
+
+def describe_layout(
+    layout: _C.GroupLayout, *, launcher: str, backend: str, title: str = "hopshard"
+) -> str:
+    """The layout in two lines for people. Pure."""
+    world_size, ranks_per_node = layout.world_size, layout.ranks_per_node
+    full_nodes, rest = divmod(world_size, ranks_per_node)
+    nodes = f"{full_nodes} {'node' if full_nodes == 1 else 'nodes'} x {ranks_per_node}"
+    nodes += f" + 1 node x {rest}" if rest else ""
+    sharding = [layout.sharding_group(r) for r in range(0, world_size, layout.degree)]
+    replication = [layout.replication_group(r) for r in range(layout.degree)]
+    replicas = layout.num_replicas
+    shown = f"{world_size} {'rank' if world_size == 1 else 'ranks'} = {nodes}"
+    return (
+        f"{title}: {shown} · degree {layout.degree} · "
+        f"{replicas} {'replica' if replicas == 1 else 'replicas'} · {backend} · {launcher}\n"
+        f"{title}: sharding groups {_show_groups(sharding)} · "
+        f"replication groups {_show_groups(replication)}"
+    )
+
+
+def _show_groups(groups: Sequence[Sequence[int]]) -> str:
+    def show(group: Sequence[int]) -> str:
+        if len(group) <= 8:
+            return "{" + " ".join(map(str, group)) + "}"
+        return "{" + f"{group[0]} {group[1]} … {group[-1]}" + "}"
+
+    shown = " ".join(show(group) for group in groups[:_MAX_GROUPS_SHOWN])
+    more = len(groups) - _MAX_GROUPS_SHOWN
+    return f"{shown} … {more} more" if more > 0 else shown
+
+
+@functools.cache
+def code_version() -> str:
+    """Version and a hash of all sources, native and Python; equal on all ranks of a sane job."""
+    digest = hashlib.blake2b(digest_size=6)
+    root = pathlib.Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return f"{_C.build_id}+py.{digest.hexdigest()}"
+
+
+def _find() -> World | None:
+    return _thread.world if _thread.seat is not None else _process.world
+
+
+def _same_world(existing: World, wanted: Config) -> World:
+    if existing.config != wanted:
+        held, asked = existing.config.model_dump(), wanted.model_dump()
+        changes = ", ".join(
+            f"'{key}' {held[key]!r} -> {asked[key]!r}" for key in held if held[key] != asked[key]
+        )
+        raise ConfigError(
+            f"hopshard is initialised already, with another configuration: {changes}. "
+            "Call hopshard.shutdown() first"
+        )
+    return existing
+
+
+def _join_hub(seat: ThreadSeat, config: Config) -> World:
+    def connect(group: _C.Group) -> _C.Communicator:
+        return seat.hub.communicator(group)
+
+    per_node = config.ranks_per_node or seat.ranks_per_node or seat.size
+    return _build(
+        config,
+        launcher="threads",
+        rank=seat.rank,
+        size=seat.size,
+        find_ranks_per_node=lambda _: per_node,
+        connect_world=connect,
+        connect_groups=lambda _: connect,
+    )
+
+
+def _join_processes(config: Config) -> World:
+    launch = detect_launch(os.environ)
+    group, launch = _default_process_group(launch, config)
+
+    def connect_world(world: _C.Group) -> _C.Communicator:
+        return _C.c10d_communicator(group, world, _milliseconds(config))
+
+    def find_ranks_per_node(world: _C.Communicator) -> int:
+        place = [socket.gethostname(), launch.local_rank if launch.local_size else None]
+        texts = exchange_texts(world, json.dumps(place), tag="places")
+        places = [Place(host, local) for host, local in map(json.loads, texts)]
+        return config.ranks_per_node or derive_ranks_per_node(places)
+
+    world = _build(
+        config,
+        launcher=launch.launcher,
+        rank=launch.rank,
+        size=launch.size,
+        find_ranks_per_node=find_ranks_per_node,
+        connect_world=connect_world,
+        connect_groups=lambda layout: _connect_sub_groups(layout, group, launch.rank, config),
+    )
+    _C.set_log_level(config.log_level)
+    if world.rank == 0 and config.log_level in ("debug", "info"):
+        backend = f"{world.groups.world.backend} ({dist.get_backend(group)})"
+        text = describe_layout(world.layout, launcher=launch.launcher, backend=backend)
+        print(text, file=sys.stderr, flush=True)
+    return world
+
+
+def _build(
+    config: Config,
+    *,
+    launcher: str,
+    rank: int,
+    size: int,
+    find_ranks_per_node: Callable[[_C.Communicator], int],
+    connect_world: Callable[[_C.Group], _C.Communicator],
+    connect_groups: Callable[[_C.GroupLayout], Callable[[_C.Group], _C.Communicator | None]],
+) -> World:
+    """The order matters: ranks that disagree on the degree would wait in different groups."""
+    everyone = connect_world(_C.Group("world", list(range(size)), rank))
+    agreed = {**as_items(config.must_agree()), "code version": json.dumps(code_version())}
+    check_agreement(everyone, "configuration", agreed)
+    layout = _C.GroupLayout(
+        size, find_ranks_per_node(everyone), config.sharded_data_parallel_degree
+    )
+    meter = _C.Meter()
+    connect = connect_groups(layout)
+
+    def connect_and_record(group: _C.Group) -> _C.Communicator:
+        return _C.recording_communicator(connect(group), group, meter, layout.ranks_per_node)
+
+    groups = _C.make_process_groups(layout, rank, connect_and_record)
+    here = layout.node_of(rank)
+    return World(
+        config=config,
+        launcher=launcher,
+        layout=layout,
+        groups=groups,
+        meter=meter,
+        rank=rank,
+        size=size,
+        local_rank=layout.local_rank_of(rank),
+        local_size=sum(layout.node_of(r) == here for r in range(size)),
+    )
+
+
+def _default_process_group(
+    launch: LaunchEnvironment, config: Config
+) -> tuple[dist.ProcessGroup, LaunchEnvironment]:
+    """Torch's default group, created if there is none, or one beside it that can move CPU data."""
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (rank, size) != (launch.rank, launch.size):
+            if launch.launcher != "single process":
+                raise ConfigError(
+                    f"torch's process group says rank {rank} of {size}, but {launch.launcher} says "
+                    f"rank {launch.rank} of {launch.size}"
+                )
+            # Started by the program itself, e.g. torch.multiprocessing; hosts tell the nodes.
+            launch = LaunchEnvironment("torch process group", rank, size, 0, 0)
+        group = dist.group.WORLD
+        assert group is not None
+        if "gloo" in str(dist.get_backend_config(group)):
+            return group, launch
+        beside = dist.new_group(backend="gloo", timeout=_time_limit(config))
+        _process.sub_groups.append(beside)
+        return beside, launch
+    where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size}
+    if launch.size == 1:
+        where["store"] = dist.HashStore()  # type: ignore[attr-defined]
+    elif launch.uses_env_rendezvous:
+        where["init_method"] = "env://"
+    else:
+        where["init_method"] = f"tcp://{launch.master_address}:{launch.master_port}"
+    try:
+        dist.init_process_group("gloo", timeout=_time_limit(config), **where)
+    except (RuntimeError, ValueError) as error:  # torch's errors derive from these.
+        raise CommError(
+            f"rank {launch.rank} of {launch.size} ({launch.launcher}) could not connect within "
+            f"{config.timeout_s:g} s to rank 0 at "
+            f"{launch.master_address}:{launch.master_port}: {error}"
+        ) from error
+    _process.owns_process_group = True
+    _drop_rank_prefix()
+    group = dist.group.WORLD
+    assert group is not None
+    return group, launch
+
+
+def _connect_sub_groups(
+    layout: _C.GroupLayout, everyone: dist.ProcessGroup, rank: int, config: Config
+) -> Callable[[_C.Group], _C.Communicator | None]:
+    """Creates all groups on all ranks, in one order, as torch requires."""
+    size = layout.world_size
+    members = [layout.sharding_group(r) for r in range(0, size, layout.degree)]
+    members += [layout.replication_group(r) for r in range(layout.degree)]
+    known: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): everyone}
+    for ranks in map(tuple, members):
+        if len(ranks) > 1 and ranks not in known:
+            made = dist.new_group(list(ranks), backend="gloo", timeout=_time_limit(config))
+            if rank in ranks:
+                known[ranks] = made
+                _process.sub_groups.append(made)
+
+    def connect(group: _C.Group) -> _C.Communicator | None:
+        process_group = known.get(tuple(group.ranks))
+        if process_group is None:
+            return None  # One rank: every operation is the identity.
+        return _C.c10d_communicator(process_group, group, _milliseconds(config))
+
+    return connect
+
+
+def _leave(*, destroy_process_group: bool, wait_for_peers: bool = True) -> None:
+    if _thread.seat is not None:
+        world, _thread.world = _thread.world, None
+        if world is not None and wait_for_peers:
+            world.barrier()
+        return
+    with _init_lock:
+        world, _process.world = _process.world, None
+        try:
+            if world is not None and wait_for_peers:
+                world.barrier()
+        finally:
+            _drop_process_groups(destroy_process_group)
+
+
+def _drop_process_groups(destroy_process_group: bool) -> None:
+    alive = dist.is_available() and dist.is_initialized()
+    for group in reversed(_process.sub_groups):
+        if alive:
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(group)  # The program may have destroyed it before us.
+    _process.sub_groups.clear()
+    if destroy_process_group and _process.owns_process_group:
+        if alive:
+            dist.destroy_process_group()
+        _process.owns_process_group = False
+
+
+def _set_exit_hooks() -> None:
+    if _process.excepthook is None:
+        atexit.register(_at_exit)
+        sys.excepthook = _process.excepthook = _report_and_abort(sys.excepthook)
+
+
+def _drop_rank_prefix() -> None:
+    """Torch wraps the excepthook to put "[rank0]:" before each line; our launcher does that."""
+    if "HOPSHARD_LAUNCHER" in os.environ and _process.excepthook is not None:
+        sys.excepthook = _process.excepthook
+
+
+def _report_and_abort(
+    show: Callable[[type[BaseException], BaseException, types.TracebackType | None], Any],
+) -> Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]:
+    """An excepthook that also tells the launcher when and why, and wakes the peers."""
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        _process.failed = True
+        _write_error_file(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt) and "HOPSHARD_LAUNCHER" in os.environ:
+            print("interrupted", file=sys.stderr)  # One line a rank instead of a traceback each.
+        else:
+            show(kind, error, trace)
+        sys.stderr.flush()
+        if _process.world is not None:
+            _process.world.abort(f"rank {_process.world.rank} failed: {kind.__name__}: {error}")
+
+    return hook
+
+
+def _write_error_file(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """Torch elastic's format, so that torchrun shows the cause too."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    lines = traceback.format_exception(kind, error, trace)
+    now = time.time()
+    report = {
+        "message": {
+            "message": f"{kind.__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(lines),
+                "timestamp": str(int(now)),
+                "time_s": now,
+                "is_consequence": isinstance(error, CommError | KeyboardInterrupt),
+            },
+        }
+    }
+    # Written beside and renamed: the launcher may read at any time.
+    partial = f"{path}.{os.getpid()}"
+    try:
+        pathlib.Path(partial).write_text(json.dumps(report))
+        os.replace(partial, path)
+    except OSError as problem:
+        _log.warning("cannot write %s: %s", path, problem)
+
+
+def _at_exit() -> None:
+    """Ends this process even if a peer is gone: gloo's destructor waits for its queue."""
+    _await_idle_gloo()
+    if _process.world is None and not _process.owns_process_group:
+        return
+    faulthandler.dump_traceback_later(_EXIT_LIMIT_S, exit=True, file=sys.__stderr__ or 2)
+    try:
+        # No barrier here: the peers may be dead, or may never come.
+        _leave(destroy_process_group=not _process.failed, wait_for_peers=False)
+    except (Error, RuntimeError) as problem:
+        _log.warning("while leaving the world: %s", problem)
+    if not _process.failed:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _await_idle_gloo(limit_s: float = 1.0) -> None:
+    """Lets gloo's threads drop the tensors of finished collectives.
+
+    They need the GIL for tensors that Python has seen, and a native thread that asks for it while
+    the interpreter shuts down ends the process with SIGABRT (torch 2.11).
+    """
+    deadline = time.monotonic() + limit_s
+    idle_looks = 0
+    while idle_looks < 2 and time.monotonic() < deadline:
+        states = _native_thread_states("pt_gloo_runloop")
+        if not states:
+            return
+        idle_looks = idle_looks + 1 if set(states) == {"S"} else 0
+        time.sleep(0.002)  # Without the GIL, so that a thread that waits for it can go on.
+
+
+def _native_thread_states(name: str) -> list[str]:
+    """Linux's one-letter state of each thread of this process with this name; elsewhere none."""
+    states = []
+    for folder in pathlib.Path("/proc/self/task").glob("*"):
+        try:
+            if (folder / "comm").read_text().strip() == name[:15]:
+                states.append((folder / "stat").read_text().rsplit(")", 1)[1].split()[0])
+        except OSError:  # The thread ended meanwhile.
+            continue
+    return states
+
+
+def _time_limit(config: Config) -> datetime.timedelta:
+    return datetime.timedelta(seconds=config.timeout_s)
+
+
+def _milliseconds(config: Config) -> int:
+    return max(1, round(config.timeout_s * 1000))
