@@ -148,7 +148,7 @@ class ShardedGrad(torch.Tensor):
 
 
 class _Copy(torch.Tensor):
-    """A view of a gathered gradient: ``p.grad[0] = 1`` would be lost in it, so it can only be read."""
+    """A view of a gathered gradient; read-only, because ``p.grad[0] = 1`` would be lost in it."""
 
     _whole: torch.Tensor
     _name: str

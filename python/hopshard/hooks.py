@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def attach_hooks(units: list[Unit], engine: _C.ShardEngine) -> None:
 def _attach(module: nn.Module, before: Any, after: Any) -> None:
     # First and last: users' own hooks see whole parameters, also those registered later.
     # always_call: the engine must know of a forward that ends in an exception.
-    hooks = module._forward_hooks
+    hooks = cast("OrderedDict[int, Any]", module._forward_hooks)
     handle = module.register_forward_hook(torch.compiler.disable(after), always_call=True)
 
     def before_and_last(module: nn.Module, args: Any) -> None:

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from hopshard import _C
 from hopshard.config import Config
@@ -107,6 +109,9 @@ class _ProcessState:
     excepthook: Callable[..., Any] | None = None
     """Ours, once it is installed."""
     failed: bool = False
+    store: Store | None = None
+    """Kept until the process ends: rank 0 may serve it to the others."""
+    num_connects: int = 0
 
 
 _thread = _ThreadState()
@@ -453,15 +458,14 @@ def _default_process_group(
         beside = dist.new_group(backend="gloo", timeout=_time_limit(config))
         _process.sub_groups.append(beside)
         return beside, launch
-    where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.size}
-    if launch.size == 1:
-        where["store"] = dist.HashStore()  # type: ignore[attr-defined]
-    elif launch.uses_env_rendezvous:
-        where["init_method"] = "env://"
-    else:
-        where["init_method"] = f"tcp://{launch.master_address}:{launch.master_port}"
     try:
-        dist.init_process_group("gloo", timeout=_time_limit(config), **where)
+        dist.init_process_group(
+            "gloo",
+            timeout=_time_limit(config),
+            rank=launch.rank,
+            world_size=launch.size,
+            store=_next_store(launch, config),
+        )
     except (RuntimeError, ValueError) as error:  # torch's errors derive from these.
         raise CommError(
             f"rank {launch.rank} of {launch.size} ({launch.launcher}) could not connect within "
@@ -473,6 +477,22 @@ def _default_process_group(
     group = dist.group.WORLD
     assert group is not None
     return group, launch
+
+
+def _next_store(launch: LaunchEnvironment, config: Config) -> Store:
+    """A part of the job's store that no earlier world of this process has written to."""
+    if _process.store is None and launch.size == 1:
+        _process.store = dist.HashStore()  # type: ignore[attr-defined]
+    elif _process.store is None:
+        address = (
+            "env://"
+            if launch.uses_env_rendezvous
+            else f"tcp://{launch.master_address}:{launch.master_port}"
+        )
+        connected = rendezvous(address, launch.rank, launch.size, timeout=_time_limit(config))
+        _process.store, _, _ = next(connected)
+    _process.num_connects += 1
+    return PrefixStore(f"hopshard/{_process.num_connects}", _process.store)
 
 
 def _connect_sub_groups(

@@ -93,7 +93,9 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
           schedule_->gradient_arrived(watched.unit);
           if (!arrived_[i]) {
             arrived_[i] = true;
-            if (--num_missing_[static_cast<std::size_t>(watched.unit)] == 0) {
+            // The root is reduced at the end of the backward on every rank: its head may be
+            // complete first, its embedding last.
+            if (--num_missing_[static_cast<std::size_t>(watched.unit)] == 0 && watched.unit != 0) {
               run(schedule_->gradients_complete(watched.unit));
             }
           }

@@ -249,6 +249,25 @@ def test_other_launchers_run_the_same_script(
     assert result.err.count("2 ranks = 1 node x 2 · degree 2 · 1 replica") == 1
 
 
+def test_a_job_may_shut_down_and_start_again(run: Run) -> None:
+    result = run(
+        "-n",
+        "4",
+        script="""
+            import hopshard as hs, torch
+            for degree in (1, 2, 4, 2):
+                world = hs.init(sharded_data_parallel_degree=degree)
+                total = torch.ones(1)
+                world.groups.world.all_reduce(total).wait()
+                assert total.item() == 4 and hs.sharding_size() == degree
+                hs.shutdown()
+            print("done", flush=True)
+        """,
+    )
+    assert result.code == 0, result.err
+    assert result.out.count("done") == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

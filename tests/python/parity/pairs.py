@@ -18,9 +18,7 @@ def full_product(
     return [case for case in cases if is_legal(case)]
 
 
-def all_pairs(
-    factors: Mapping[str, Sequence[Any]], is_legal: Callable[[Case], bool]
-) -> list[Case]:
+def all_pairs(factors: Mapping[str, Sequence[Any]], is_legal: Callable[[Case], bool]) -> list[Case]:
     """Greedy and deterministic: always the case that adds the most pairs, the first of equals.
 
     Pairs that no legal case has are left out.

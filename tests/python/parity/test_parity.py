@@ -103,9 +103,7 @@ def test_losses_and_weights_are_those_of_one_process(case: pairs.Case) -> None:
 
 def test_the_selection_holds_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     everything = pairs.full_product(FACTORS, is_legal)
-    wanted = {
-        (a, case[a], b, case[b]) for case in everything for a in case for b in case if a < b
-    }
+    wanted = {(a, case[a], b, case[b]) for case in everything for a in case for b in case if a < b}
     found = {(a, case[a], b, case[b]) for case in CASES for a in case for b in case if a < b}
     assert found == wanted
     assert pairs.all_pairs(FACTORS, is_legal) == pairs.all_pairs(FACTORS, is_legal)

@@ -24,7 +24,10 @@ def built(kind: Callable[[], nn.Module]) -> nn.Module:
 
 
 def after_backward(
-    body: Callable[[Any, nn.Module], Any], n: int = 4, degree: int = 2, base: nn.Module | None = None
+    body: Callable[[Any, nn.Module], Any],
+    n: int = 4,
+    degree: int = 2,
+    base: nn.Module | None = None,
 ) -> list[Any]:
     """Calls ``body(model, plain)`` where both have the gradients of one batch."""
     base = base or built(Mlp)

@@ -16,7 +16,10 @@ from tests.python.parity.models import GPT, HIDDEN, MixedDtype, Mlp, OddConv
 
 
 def on_models(
-    kind: Callable[[], nn.Module], body: Callable[[Any, nn.Module], Any], n: int = 4, degree: int = 4
+    kind: Callable[[], nn.Module],
+    body: Callable[[Any, nn.Module], Any],
+    n: int = 4,
+    degree: int = 4,
 ) -> list[Any]:
     torch.manual_seed(2)
     base = kind()
