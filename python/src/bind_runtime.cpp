@@ -98,7 +98,8 @@ void bind_runtime(py::module_& m) {
       .def_readonly("piece_in_parameter", &ParameterPlace::piece_in_parameter);
 
   using release = py::call_guard<py::gil_scoped_release>;
-  py::class_<ShardEngine>(m, "ShardEngine", "Carries a model's schedule out; one per model and rank.")
+  py::class_<ShardEngine>(m, "ShardEngine",
+                          "Carries a model's schedule out; one per model and rank.")
       .def(py::init([](const std::vector<UnitSpec>& units, ProcessGroups groups,
                        int backward_passes_per_step, std::int64_t second_hop_bucket_bytes) {
              const py::gil_scoped_release no_gil;
@@ -118,17 +119,19 @@ void bind_runtime(py::module_& m) {
       .def("hold_second_hop", &ShardEngine::hold_second_hop, py::arg("hold"))
       .def("finish_gradients", &ShardEngine::finish_gradients, release())
       .def("zero_gradients", &ShardEngine::zero_gradients, release())
-      .def("set_gradient_handles",
-           [](ShardEngine& self, const std::vector<std::optional<at::Tensor>>& handles) {
-             std::vector<at::Tensor> tensors;
-             for (const auto& handle : handles) {
-               tensors.push_back(handle.value_or(at::Tensor()));
-             }
-             self.set_gradient_handles(std::move(tensors));
-           },
-           py::arg("handles"))
+      .def(
+          "set_gradient_handles",
+          [](ShardEngine& self, const std::vector<std::optional<at::Tensor>>& handles) {
+            std::vector<at::Tensor> tensors;
+            for (const auto& handle : handles) {
+              tensors.push_back(handle.value_or(at::Tensor()));
+            }
+            self.set_gradient_handles(std::move(tensors));
+          },
+          py::arg("handles"))
       .def("has_gradient", &ShardEngine::has_gradient, py::arg("parameter"))
-      .def("set_gradient", &ShardEngine::set_gradient, py::arg("parameter"), py::arg("full"), release())
+      .def("set_gradient", &ShardEngine::set_gradient, py::arg("parameter"), py::arg("full"),
+           release())
       .def("end_step", &ShardEngine::end_step, py::arg("stepped"), release())
       .def("pin", &ShardEngine::pin, py::arg("unit"), release())
       .def("unpin", &ShardEngine::unpin, py::arg("unit"), py::arg("write_back"), release())
@@ -136,47 +139,57 @@ void bind_runtime(py::module_& m) {
            release())
       .def("gradient_arenas", &ShardEngine::gradient_arenas)
       .def("master_arenas", [](const ShardEngine& self) { return self.store().arenas(); })
-      .def("arena_of",
-           [](const ShardEngine& self, int parameter) {
-             const auto& place = self.store().parameters().at(static_cast<std::size_t>(parameter));
-             return self.store().buffers().at(static_cast<std::size_t>(place.buffer)).arena;
-           },
-           py::arg("parameter"))
-      .def("arena_begin_of",
-           [](const ShardEngine& self, int parameter) {
-             const auto& place = self.store().parameters().at(static_cast<std::size_t>(parameter));
-             return self.store().buffers().at(static_cast<std::size_t>(place.buffer)).arena_begin +
-                    place.piece_in_slice;
-           },
-           py::arg("parameter"))
-      .def("piece_of",
-           [](const ShardEngine& self, const at::Tensor& arena_like, int parameter) {
-             return self.store().piece_of(arena_like, parameter);
-           },
-           py::arg("arena_like"), py::arg("parameter"))
-      .def("piece_from_full",
-           [](const ShardEngine& self, int parameter, const at::Tensor& full) {
-             return self.store().piece_from_full(parameter, full);
-           },
-           py::arg("parameter"), py::arg("full"))
-      .def("write_piece",
-           [](const ShardEngine& self, const at::Tensor& arena_like, int parameter,
-              const at::Tensor& full) { self.store().write_piece(arena_like, parameter, full); },
-           py::arg("arena_like"), py::arg("parameter"), py::arg("full"), release())
-      .def("gather_full",
-           [](ShardEngine& self, const at::Tensor& arena_like, int parameter,
-              const std::string& tag) {
-             return self.store().gather_full(arena_like, parameter, tag);
-           },
-           py::arg("arena_like"), py::arg("parameter"), py::arg("tag"), release())
-      .def_property_readonly("num_units", [](const ShardEngine& self) { return self.store().num_units(); })
-      .def("unit_name", [](const ShardEngine& self, int unit) { return self.store().unit_name(unit); },
-           py::arg("unit"))
+      .def(
+          "arena_of",
+          [](const ShardEngine& self, int parameter) {
+            const auto& place = self.store().parameters().at(static_cast<std::size_t>(parameter));
+            return self.store().buffers().at(static_cast<std::size_t>(place.buffer)).arena;
+          },
+          py::arg("parameter"))
+      .def(
+          "arena_begin_of",
+          [](const ShardEngine& self, int parameter) {
+            const auto& place = self.store().parameters().at(static_cast<std::size_t>(parameter));
+            return self.store().buffers().at(static_cast<std::size_t>(place.buffer)).arena_begin +
+                   place.piece_in_slice;
+          },
+          py::arg("parameter"))
+      .def(
+          "piece_of",
+          [](const ShardEngine& self, const at::Tensor& arena_like, int parameter) {
+            return self.store().piece_of(arena_like, parameter);
+          },
+          py::arg("arena_like"), py::arg("parameter"))
+      .def(
+          "piece_from_full",
+          [](const ShardEngine& self, int parameter, const at::Tensor& full) {
+            return self.store().piece_from_full(parameter, full);
+          },
+          py::arg("parameter"), py::arg("full"))
+      .def(
+          "write_piece",
+          [](const ShardEngine& self, const at::Tensor& arena_like, int parameter,
+             const at::Tensor& full) { self.store().write_piece(arena_like, parameter, full); },
+          py::arg("arena_like"), py::arg("parameter"), py::arg("full"), release())
+      .def(
+          "gather_full",
+          [](ShardEngine& self, const at::Tensor& arena_like, int parameter,
+             const std::string& tag) {
+            return self.store().gather_full(arena_like, parameter, tag);
+          },
+          py::arg("arena_like"), py::arg("parameter"), py::arg("tag"), release())
+      .def_property_readonly("num_units",
+                             [](const ShardEngine& self) { return self.store().num_units(); })
+      .def(
+          "unit_name",
+          [](const ShardEngine& self, int unit) { return self.store().unit_name(unit); },
+          py::arg("unit"))
       .def_property_readonly("parameters",
                              [](const ShardEngine& self) { return self.store().parameters(); })
-      .def("is_gathered",
-           [](const ShardEngine& self, int unit) { return self.schedule().is_gathered(unit); },
-           py::arg("unit"))
+      .def(
+          "is_gathered",
+          [](const ShardEngine& self, int unit) { return self.schedule().is_gathered(unit); },
+          py::arg("unit"))
       .def_property_readonly("groups", &ShardEngine::groups)
       .def("forward_plan", [](const ShardEngine& self) { return self.schedule().forward_plan(); })
       .def("statistics", [](const ShardEngine& self) { return to_dict(self.statistics()); });

@@ -93,11 +93,10 @@ void FlatBuffer::check_untouched() const {
   const std::vector<at::Tensor>& expected = is_attached_ ? views_ : placeholders_;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
-    HOPSHARD_CHECK(
-        parameter.scalar_type() == dtype_ && parameter.sizes() == views_[i].sizes(), ConfigError,
-        "parameter '", names_[i], "' was ", dtype_, " ", views_[i].sizes(),
-        " when it was wrapped and is ", parameter.scalar_type(), " ", parameter.sizes(),
-        " now. Change dtype and shape before hopshard.DistributedModel(module)");
+    HOPSHARD_CHECK(parameter.scalar_type() == dtype_ && parameter.sizes() == views_[i].sizes(),
+                   ConfigError, "parameter '", names_[i], "' was ", dtype_, " ", views_[i].sizes(),
+                   " when it was wrapped and is ", parameter.scalar_type(), " ", parameter.sizes(),
+                   " now. Change dtype and shape before hopshard.DistributedModel(module)");
     HOPSHARD_CHECK(
         parameter.numel() == 0 || parameter.storage().unsafeGetStorageImpl() ==
                                       expected[i].storage().unsafeGetStorageImpl(),

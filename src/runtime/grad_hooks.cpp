@@ -84,9 +84,8 @@ void ParameterHooks::watch(const at::Tensor& parameter, std::function<void()> be
 }
 
 void watch_output(const at::Tensor& output, std::function<void()> callback) {
-  output.register_hook([callback = std::move(callback)](const at::TensorBase& /*grad*/) {
-    run_guarded(callback);
-  });
+  output.register_hook(
+      [callback = std::move(callback)](const at::TensorBase& /*grad*/) { run_guarded(callback); });
 }
 
 void call_at_end_of_backward(std::function<void()> callback) {

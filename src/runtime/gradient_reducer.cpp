@@ -124,10 +124,9 @@ void GradientReducer::reduce(int unit) {
 }
 
 bool GradientReducer::has_leftover(int unit) const {
-  return std::any_of(store_.buffers_of(unit).begin(), store_.buffers_of(unit).end(),
-                     [this](int buffer) {
-                       return pending_[static_cast<std::size_t>(buffer)].flat.defined();
-                     });
+  return std::any_of(
+      store_.buffers_of(unit).begin(), store_.buffers_of(unit).end(),
+      [this](int buffer) { return pending_[static_cast<std::size_t>(buffer)].flat.defined(); });
 }
 
 void GradientReducer::second_hop() {

@@ -61,7 +61,8 @@ void* map_nans(std::size_t nbytes) {
     chunk_bytes *= 2;
   }
   const std::size_t total = (nbytes + chunk_bytes - 1) / chunk_bytes * chunk_bytes;
-  void* const base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const base =
+      mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   HOPSHARD_CHECK(base != MAP_FAILED, Error, "reserving ", total,
                  " bytes of addresses failed: ", std::strerror(errno));
   const int file = make_nan_file(chunk_bytes);

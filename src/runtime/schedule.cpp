@@ -1,6 +1,7 @@
 #include "hopshard/runtime/schedule.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "hopshard/core/error.hpp"
@@ -12,21 +13,47 @@ Schedule::Schedule(std::vector<UnitTraits> units) {
   for (const UnitTraits& traits : units) {
     units_.push_back(State{.traits = traits});
   }
-  const int num_units = static_cast<int>(units.size());
-  for (int unit = 0; unit < num_units; ++unit) {
-    forward_plan_.push_back(unit);
+  forward_plan_.resize(units.size());
+  std::iota(forward_plan_.begin(), forward_plan_.end(), 0);
+  plan_backward_from_forward();
+}
+
+// The mirror of the forward. The root's outputs start the backward and its parameters finish last.
+void Schedule::plan_backward_from_forward() {
+  std::vector<int> order = forward_plan_;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (std::find(order.begin(), order.end(), unit) == order.end()) {
+      order.insert(order.begin(), unit);  // Did not run: other ranks may still reduce it.
+    }
   }
-  // The root's outputs start the backward and its parameters finish last.
-  backward_plan_.push_back({ActionKind::kGather, 0});
-  for (int unit = num_units - 1; unit > 0; --unit) {
-    backward_plan_.push_back({ActionKind::kGather, unit});
-    if (at(unit).traits.is_trainable) {
-      backward_plan_.push_back({ActionKind::kReduce, unit});
+  backward_plan_.assign(1, {ActionKind::kGather, 0});
+  std::vector<bool> planned(units_.size(), false);
+  planned[0] = true;
+  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
+    if (planned[static_cast<std::size_t>(*unit)]) {
+      continue;
+    }
+    planned[static_cast<std::size_t>(*unit)] = true;
+    backward_plan_.push_back({ActionKind::kGather, *unit});
+    if (at(*unit).traits.is_trainable) {
+      backward_plan_.push_back({ActionKind::kReduce, *unit});
     }
   }
   if (at(0).traits.is_trainable) {
     backward_plan_.push_back({ActionKind::kReduce, 0});
   }
+}
+
+void Schedule::adopt_forward() {
+  forward_plan_ = forward_seen_;
+  if (!has_adopted_backward_) {
+    plan_backward_from_forward();
+  }
+}
+
+void Schedule::adopt_backward() {
+  backward_plan_ = backward_seen_;
+  has_adopted_backward_ = true;
 }
 
 const Schedule::State& Schedule::at(int unit) const {

@@ -3,6 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <chrono>
@@ -56,6 +59,10 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
                  "; it counts the backward passes of a step and is at least 1");
   store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_);
   pool_.trim();  // Start-up used every unit once; training has its own needs.
+#if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+  // Sanitizers bring their own malloc; trimming glibc's beside it ends the process.
+  malloc_trim(0);  // The whole parameters are gone: the C library would keep their memory.
+#endif
   std::vector<UnitTraits> traits;
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     traits.push_back({.is_trainable = store_->is_trainable(unit)});
@@ -266,12 +273,14 @@ void ShardEngine::end_backward() {
       if (all_ranks_agree(hash_of(schedule_->recorded_backward()), "control/backward_order")) {
         schedule_->adopt_backward();
       }
+      pool_.trim();  // The first step may have held more than its order needs.
       backward_agreed_ = true;
       first_deviations_ = schedule_->num_deviations();
     } else if (schedule_->num_deviations() > first_deviations_ && !deviation_logged_) {
       deviation_logged_ = true;
-      HOPSHARD_LOG(kInfo, "units ran in another order than in the first step; what the order does "
-                          "not hold is gathered on demand and reduced at the end of the step");
+      HOPSHARD_LOG(kInfo,
+                   "units ran in another order than in the first step; what the order does "
+                   "not hold is gathered on demand and reduced at the end of the step");
     }
     if (!hold_second_hop_ && ++num_passes_ >= options_.backward_passes_per_step) {
       num_passes_ = 0;

@@ -24,9 +24,20 @@ at::ScalarType master_dtype_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-at::Tensor tensor_over_block(const PoolBlock& block, std::int64_t numel, at::ScalarType dtype) {
-  return at::from_blob(block.data, {numel}, at::TensorOptions().dtype(dtype));
-}
+/// A block for the length of a scope, which a failing collective may end.
+class ScopedBlock {
+ public:
+  ScopedBlock(BufferPool& pool, std::int64_t nbytes) : pool_(pool), block_(pool.take(nbytes)) {}
+  ~ScopedBlock() { pool_.give_back(block_); }
+  ScopedBlock(const ScopedBlock&) = delete;
+  ScopedBlock& operator=(const ScopedBlock&) = delete;
+
+  [[nodiscard]] void* data() const noexcept { return block_.data; }
+
+ private:
+  BufferPool& pool_;
+  PoolBlock block_;
+};
 
 }  // namespace
 
@@ -114,8 +125,8 @@ void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
     buffer.unit = unit;
     buffer.is_trainable = !std::get<0>(key);
     buffer.flat = std::make_unique<FlatBuffer>(parameters, names, sharding_->size());
-    buffer.memory = pool_.take(buffer.flat->nbytes());
-    buffer.flat->attach(buffer.memory.data);
+    const ScopedBlock memory(pool_, buffer.flat->nbytes());
+    buffer.flat->attach(memory.data());
     buffer.flat->whole().zero_();
     for (std::size_t i = 0; i < values.size(); ++i) {
       const_cast<at::Tensor&>(buffer.flat->view(static_cast<int>(i))).copy_(values[i]);
@@ -128,7 +139,6 @@ void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
                        .narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel)
                        .clone();
     buffer.flat->detach();
-    pool_.give_back(std::exchange(buffer.memory, {}));
 
     buffers_of_unit_[static_cast<std::size_t>(unit)].push_back(static_cast<int>(buffers_.size()));
     buffers_.push_back(std::move(buffer));
@@ -182,8 +192,8 @@ void ShardStore::gather(int unit) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     buffer.memory = pool_.take(buffer.flat->nbytes());
     buffer.flat->attach(buffer.memory.data);
-    in_flight.push_back(sharding_->all_gather(buffer.flat->whole(), buffer.shard,
-                                              {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
+    in_flight.push_back(sharding_->all_gather(
+        buffer.flat->whole(), buffer.shard, {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
   }
   sharding_->group_end();
   for (const WorkPtr& work : in_flight) {
@@ -266,15 +276,14 @@ at::Tensor ShardStore::gather_full(const at::Tensor& arena_like, int parameter,
   const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(where.buffer)];
   HOPSHARD_CHECK(buffer.is_trainable, InvalidArgument, "parameter '", where.name, "' is frozen");
   const FlatLayout& layout = buffer.flat->layout();
-  const PoolBlock block = pool_.take(layout.numel() * arena_like.element_size());
-  const at::Tensor flat = tensor_over_block(block, layout.numel(), arena_like.scalar_type());
+  const ScopedBlock block(pool_, layout.numel() * arena_like.element_size());
+  const at::Tensor flat = at::from_blob(block.data(), {layout.numel()},
+                                        at::TensorOptions().dtype(arena_like.scalar_type()));
   sharding_
       ->all_gather(flat, arena_like.narrow(0, buffer.arena_begin, layout.slice_numel()),
                    {.timeout = {}, .tag = tag + "/" + where.name})
       ->wait();
-  at::Tensor full = buffer.flat->view_of(flat, where.position).clone();
-  pool_.give_back(block);
-  return full;
+  return buffer.flat->view_of(flat, where.position).clone();
 }
 
 std::int64_t ShardStore::persistent_bytes() const {

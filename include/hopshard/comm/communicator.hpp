@@ -79,7 +79,8 @@ class Communicator {
   explicit Communicator(Group group);
 
  private:
-  virtual WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) = 0;
+  virtual WorkPtr do_all_gather(at::Tensor output, at::Tensor input,
+                                const CommOptions& options) = 0;
   virtual WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                                     const CommOptions& options) = 0;
   virtual WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) = 0;

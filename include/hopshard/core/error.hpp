@@ -63,11 +63,11 @@ std::string concatenate(const Parts&... parts) {
 }  // namespace detail
 
 /// Throws `ErrorType` with the concatenated parts unless `condition` holds.
-#define HOPSHARD_CHECK(condition, ErrorType, ...)                           \
-  do {                                                                      \
-    if (!(condition)) [[unlikely]] {                                        \
+#define HOPSHARD_CHECK(condition, ErrorType, ...)                                \
+  do {                                                                           \
+    if (!(condition)) [[unlikely]] {                                             \
       throw ::hopshard::ErrorType(::hopshard::detail::concatenate(__VA_ARGS__)); \
-    }                                                                       \
+    }                                                                            \
   } while (false)
 
 }  // namespace hopshard

@@ -12,7 +12,8 @@
 
 namespace hopshard {
 
-inline constexpr std::int64_t kFlatAlignmentBytes = 128;  // A cache-line pair; AVX-512 and NCCL like it.
+inline constexpr std::int64_t kFlatAlignmentBytes =
+    128;  // A cache-line pair; AVX-512 and NCCL like it.
 
 /// Offsets and slices of one flat buffer. All counts are elements.
 class FlatLayout {
@@ -26,8 +27,12 @@ class FlatLayout {
 
   [[nodiscard]] int num_parameters() const noexcept { return static_cast<int>(numels_.size()); }
   [[nodiscard]] int num_slices() const noexcept { return num_slices_; }
-  [[nodiscard]] std::int64_t offset_of(int parameter) const { return offsets_.at(static_cast<std::size_t>(parameter)); }
-  [[nodiscard]] std::int64_t numel_of(int parameter) const { return numels_.at(static_cast<std::size_t>(parameter)); }
+  [[nodiscard]] std::int64_t offset_of(int parameter) const {
+    return offsets_.at(static_cast<std::size_t>(parameter));
+  }
+  [[nodiscard]] std::int64_t numel_of(int parameter) const {
+    return numels_.at(static_cast<std::size_t>(parameter));
+  }
   /// Elements of the whole buffer, padding included: num_slices() * slice_numel().
   [[nodiscard]] std::int64_t numel() const noexcept { return slice_numel_ * num_slices_; }
   [[nodiscard]] std::int64_t slice_numel() const noexcept { return slice_numel_; }

@@ -11,11 +11,11 @@ namespace hopshard {
 
 /// A range of one parameter that lies inside one slice. All counts are elements.
 struct Piece {
-  int parameter = 0;                  ///< Index in the FlatLayout.
+  int parameter = 0;  ///< Index in the FlatLayout.
   int slice = 0;
-  std::int64_t parameter_begin = 0;   ///< First element, within the flattened parameter.
-  std::int64_t slice_begin = 0;       ///< The same element, within the slice.
-  std::int64_t numel = 0;             ///< Never 0.
+  std::int64_t parameter_begin = 0;  ///< First element, within the flattened parameter.
+  std::int64_t slice_begin = 0;      ///< The same element, within the slice.
+  std::int64_t numel = 0;            ///< Never 0.
   bool operator==(const Piece&) const = default;
 };
 
@@ -30,9 +30,11 @@ class PieceTable {
   [[nodiscard]] const std::vector<Piece>& of_parameter(int parameter) const;
   /// The parts of elements [begin, end) of `parameter`, ascending.
   /// @throws InvalidArgument  range outside the parameter.
-  [[nodiscard]] std::vector<Piece> of_range(int parameter, std::int64_t begin, std::int64_t end) const;
+  [[nodiscard]] std::vector<Piece> of_range(int parameter, std::int64_t begin,
+                                            std::int64_t end) const;
   /// The parts of elements [begin, end) of `slice`, ascending; padding yields nothing.
-  [[nodiscard]] std::vector<Piece> of_slice_range(int slice, std::int64_t begin, std::int64_t end) const;
+  [[nodiscard]] std::vector<Piece> of_slice_range(int slice, std::int64_t begin,
+                                                  std::int64_t end) const;
 
  private:
   std::vector<std::vector<Piece>> by_slice_;

@@ -62,12 +62,12 @@ class GradientReducer {
 
  private:
   struct Sum {
-    std::vector<at::Tensor> arenas;   // Empty until used.
-    std::vector<bool> holds;          // By buffer: defined; else the range reads as zero.
+    std::vector<at::Tensor> arenas;  // Empty until used.
+    std::vector<bool> holds;         // By buffer: defined; else the range reads as zero.
   };
   struct Pending {
     PoolBlock block;
-    at::Tensor flat;                  // Undefined: no gradient since the last reduction.
+    at::Tensor flat;  // Undefined: no gradient since the last reduction.
   };
   void allocate(Sum& sum) const;
   void define(Sum& sum, int buffer) const;
@@ -82,13 +82,13 @@ class GradientReducer {
   BufferPool& pool_;
   double scale_;
   std::int64_t bucket_bytes_;
-  std::vector<Pending> pending_;      // By buffer.
+  std::vector<Pending> pending_;  // By buffer.
   Sum first_;
   Sum second_;
   bool is_open_ = false;
-  bool is_closed_ = false;            // first_ has seen hop 2.
-  std::vector<bool> has_gradient_;    // By parameter.
-  std::vector<bool> was_taken_;       // By parameter: since its unit's last reduction.
+  bool is_closed_ = false;          // first_ has seen hop 2.
+  std::vector<bool> has_gradient_;  // By parameter.
+  std::vector<bool> was_taken_;     // By parameter: since its unit's last reduction.
 };
 
 }  // namespace hopshard

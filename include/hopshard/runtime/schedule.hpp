@@ -5,7 +5,8 @@
 // [Note: one order on all ranks]
 // Collectives must be issued in one order by every rank, but a rank may skip a unit (a branch
 // that its data did not take). So there is a plan for the forward and one for the backward: first
-// the order in which the units were declared, after one iteration the order that all ranks saw.
+// the order in which the units were declared and its mirror, after one iteration the orders that
+// all ranks saw.
 // An event for unit u first carries out everything the plan has before u: units that this rank
 // skipped are gathered and let go, or reduced with zeros, because other ranks may need them. What
 // the plan does not contain is gathered on demand, which is right when all ranks do the same.
@@ -78,8 +79,8 @@ class Schedule {
   [[nodiscard]] const Actions& recorded_backward() const noexcept { return backward_seen_; }
   [[nodiscard]] const std::vector<int>& forward_plan() const noexcept { return forward_plan_; }
   [[nodiscard]] const Actions& backward_plan() const noexcept { return backward_plan_; }
-  void adopt_forward() { forward_plan_ = forward_seen_; }
-  void adopt_backward() { backward_plan_ = backward_seen_; }
+  void adopt_forward();
+  void adopt_backward();
   /// Events that the plan did not contain, since construction.
   [[nodiscard]] std::int64_t num_deviations() const noexcept { return num_deviations_; }
 
@@ -98,6 +99,7 @@ class Schedule {
   };
   const State& at(int unit) const;
   State& at(int unit);
+  void plan_backward_from_forward();
   void gather(int unit, Actions& out);
   void release_if_free(int unit, Actions& out);
   void take_part(int unit, Actions& out);
@@ -114,6 +116,7 @@ class Schedule {
   Actions backward_plan_;
   Actions backward_seen_;
   std::size_t backward_position_ = 0;
+  bool has_adopted_backward_ = false;
   bool in_forward_ = false;
   bool in_backward_ = false;
   bool keep_gathered_ = false;  // The running backward builds a graph.

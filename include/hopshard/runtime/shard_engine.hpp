@@ -21,7 +21,7 @@
 namespace hopshard {
 
 struct EngineOptions {
-  int backward_passes_per_step = 1;                         ///< Hop 2 follows every so many.
+  int backward_passes_per_step = 1;  ///< Hop 2 follows every so many.
   std::int64_t second_hop_bucket_bytes = std::int64_t{64} << 20;
 };
 
@@ -121,15 +121,15 @@ class ShardEngine {
   std::vector<int> num_missing_;                 // By unit: gradients until complete.
   std::vector<bool> arrived_;                    // By parameter, since its unit was complete.
   std::vector<at::Tensor> handles_;
-  std::vector<bool> handle_installed_;           // By parameter: param.grad shows the handle.
-  int num_passes_ = 0;                           // Backward passes of this step.
+  std::vector<bool> handle_installed_;  // By parameter: param.grad shows the handle.
+  int num_passes_ = 0;                  // Backward passes of this step.
   bool pass_had_gradient_ = false;
   bool hold_second_hop_ = false;
-  bool is_finished_ = false;                     // No backward since finish_gradients().
+  bool is_finished_ = false;  // No backward since finish_gradients().
   bool forward_agreed_ = false;
   bool backward_agreed_ = false;
   bool deviation_logged_ = false;
-  std::int64_t first_deviations_ = 0;            // Those of the first step, which learns the order.
+  std::int64_t first_deviations_ = 0;  // Those of the first step, which learns the order.
   double gather_seconds_ = 0;
   double reduce_seconds_ = 0;
   double second_hop_seconds_ = 0;

@@ -35,11 +35,11 @@ struct ShardedBuffer {
   int unit = 0;
   bool is_trainable = false;
   std::unique_ptr<FlatBuffer> flat;
-  PoolBlock memory;        ///< Attached to `flat` while gathered.
-  at::Tensor shard;        ///< [slice_numel], compute dtype: what gathers send.
-  int arena = -1;          ///< Index of the arena that holds the master; -1 if frozen.
+  PoolBlock memory;  ///< Attached to `flat` while gathered.
+  at::Tensor shard;  ///< [slice_numel], compute dtype: what gathers send.
+  int arena = -1;    ///< Index of the arena that holds the master; -1 if frozen.
   std::int64_t arena_begin = 0;
-  at::Tensor master;       ///< [slice_numel], a view of the arena; `shard` itself if same dtype.
+  at::Tensor master;  ///< [slice_numel], a view of the arena; `shard` itself if same dtype.
 };
 
 /// Where one parameter is. The piece is this rank's part; numel 0 if it has none.
@@ -47,8 +47,8 @@ struct ParameterPlace {
   std::string name;
   at::Tensor parameter;
   int unit = 0;
-  int buffer = 0;                     ///< Index in ShardStore::buffers().
-  int position = 0;                   ///< Index in the buffer's layout.
+  int buffer = 0;    ///< Index in ShardStore::buffers().
+  int position = 0;  ///< Index in the buffer's layout.
   bool is_trainable = false;
   std::int64_t piece_numel = 0;
   std::int64_t piece_in_parameter = 0;  ///< First element, in the parameter's memory order.

@@ -24,8 +24,34 @@
 namespace hopshard {
 namespace {
 
-using std::chrono::milliseconds;
 using TorchWork = c10::intrusive_ptr<c10d::Work>;
+
+// torch 2.15 renamed these two and deprecated the names that 2.11 knows. Templates, so that only
+// the branch that exists is compiled. Goes with support for torch before 2.15.
+template <typename ProcessGroup>
+TorchWork all_gather_single(ProcessGroup& group, at::Tensor& output, at::Tensor& input,
+                            const c10d::AllgatherOptions& options) {
+  if constexpr (requires { group.all_gather_single(output, input, options); }) {
+    return group.all_gather_single(output, input, options);
+  } else {
+    return group._allgather_base(output, input, options);
+  }
+}
+
+template <typename ProcessGroup>
+TorchWork all_to_all_single(ProcessGroup& group, at::Tensor& output, at::Tensor& input,
+                            std::vector<std::int64_t>& equal_parts,
+                            const c10d::AllToAllOptions& options) {
+  if constexpr (requires {
+                  group.all_to_all_single(output, input, equal_parts, equal_parts, options);
+                }) {
+    return group.all_to_all_single(output, input, equal_parts, equal_parts, options);
+  } else {
+    return group.alltoall_base(output, input, equal_parts, equal_parts, options);
+  }
+}
+
+using std::chrono::milliseconds;
 
 constexpr std::string_view kBackend = "c10d";
 
@@ -304,8 +330,8 @@ class C10dCommunicator final : public Communicator {
                    at::Tensor received_bytes = as_bytes(received);
                    at::Tensor sent_bytes = as_bytes(to_send);
                    std::vector<std::int64_t> equal_parts;
-                   return process_group_->alltoall_base(received_bytes, sent_bytes, equal_parts,
-                                                        equal_parts, torch_options);
+                   return all_to_all_single(*process_group_, received_bytes, sent_bytes,
+                                            equal_parts, torch_options);
                  });
   }
 
@@ -387,7 +413,7 @@ class C10dCommunicator final : public Communicator {
     c10d::AllgatherOptions torch_options;
     torch_options.timeout = timeout;
     if (!in_slots || group().has_identity_slots()) {
-      return process_group_->_allgather_base(output, input, torch_options);
+      return all_gather_single(*process_group_, output, input, torch_options);
     }
     std::vector<std::vector<at::Tensor>> outputs(1);
     for (int member = 0; member < size(); ++member) {

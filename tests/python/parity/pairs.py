@@ -1,4 +1,4 @@
-"""A small set of cases in which every pair of values of two different factors occurs (all-pairs)."""
+"""A small set of cases in which every pair of values of two factors occurs (all-pairs)."""
 
 from __future__ import annotations
 

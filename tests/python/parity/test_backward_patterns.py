@@ -202,7 +202,8 @@ def test_loss_of_weights_stored_on_the_module_is_right_or_says_why_not() -> None
     try:
         assert_same(_train_with_stored_losses, WithStoredLosses(of_weight=True))
     except hs.ShardedError as error:
-        assert "blocks." in str(error) and "hopshard.unshard" in str(error)
+        if "blocks." not in str(error) or "hopshard.unshard" not in str(error):
+            raise
 
 
 def test_loss_of_weights_outside_the_forward_needs_unshard() -> None:
@@ -458,7 +459,7 @@ def test_ranks_in_different_orders_are_told() -> None:
 # --- after an exception ---------------------------------------------------------------------------
 
 
-class Oops(Exception):
+class OopsError(Exception):
     pass
 
 
@@ -472,14 +473,14 @@ class Fails(Mlp):
         for number, block in enumerate(self.blocks):
             x = x + block(x).tanh()
             if number == 1 and self.fail_in == "forward":
-                raise Oops
+                raise OopsError
             if number == 1 and self.fail_in == "backward" and x.requires_grad:
                 x.register_hook(_raise)
         return self.last(x)
 
 
 def _raise(*_: Any) -> None:
-    raise Oops
+    raise OopsError
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -491,7 +492,7 @@ def test_the_iteration_after_an_exception(place: str, passes: int, zero_grad_aft
             rank.optimizer.zero_grad()
             if step in (0, 2):
                 rank.module.fail_in = "" if place == "optimizer" else "forward"
-                with pytest.raises(Oops):
+                with pytest.raises(OopsError):  # noqa: PT012 - one of three statements
                     if place == "optimizer":
                         rank.optimizer.step(_raise)
                     elif place == "evaluation":
@@ -500,6 +501,8 @@ def test_the_iteration_after_an_exception(place: str, passes: int, zero_grad_aft
                     else:
                         loss_of(rank.model(rank.batch(step))).backward()
                 rank.module.fail_in = ""
+                if rank.is_sharded:  # Nothing of the broken pass is held.
+                    assert not any(rank.model._engine.is_gathered(unit) for unit in range(4))
                 if zero_grad_after:
                     rank.optimizer.zero_grad()
             for micro in range(passes):
@@ -518,7 +521,7 @@ def test_the_iteration_after_an_exception_in_backward(passes: int) -> None:
             rank.optimizer.zero_grad()
             if step in (0, 2):
                 rank.module.fail_in = "backward"
-                with pytest.raises(Oops):
+                with pytest.raises(OopsError):
                     loss_of(rank.model(rank.batch(step))).backward()
                 rank.module.fail_in = ""
                 rank.optimizer.zero_grad()

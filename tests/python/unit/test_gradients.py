@@ -229,7 +229,7 @@ def test_text_of_a_handle() -> None:
 
 def test_a_wrong_shape_is_refused() -> None:
     def body(model: Any, plain: nn.Module) -> None:
-        with pytest.raises(RuntimeError, match="size|shape"):
+        with pytest.raises(RuntimeError, match=r"size|shape"):
             model.module.blocks[1].weight.grad = torch.ones(2)
         with pytest.raises(RuntimeError):
             model.module.blocks[1].weight.grad.add_(torch.ones(5, 7))

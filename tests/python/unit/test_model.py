@@ -370,7 +370,9 @@ def test_a_changed_parameter_is_an_error_that_names_it(change: Callable[[Any], N
     def body() -> None:
         model = hs.DistributedModel(copy.deepcopy(base))
         optimizer = hs.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises((hs.Error, RuntimeError), match=r"blocks\.1\.weight|'weight'"):
+        with pytest.raises(  # noqa: PT012 - where it shows depends on the change
+            (hs.Error, RuntimeError), match=r"blocks\.1\.weight|'weight'"
+        ):
             change(model.module.blocks[1])
             model(torch.ones(2, HIDDEN)).sum().backward()
             optimizer.step()
@@ -386,7 +388,9 @@ def test_a_frozen_parameter_that_is_thawed_later() -> None:
         model = hs.DistributedModel(copy.deepcopy(base))
         optimizer = hs.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         model.module.blocks[1].weight.requires_grad_(True)
-        with pytest.raises(hs.ConfigError, match=r"blocks\.1\.weight.*requires_grad"):
+        with pytest.raises(  # noqa: PT012
+            hs.ConfigError, match=r"blocks\.1\.weight.*requires_grad"
+        ):
             model(torch.ones(2, HIDDEN)).sum().backward()
             optimizer.step()
 
@@ -433,7 +437,7 @@ def test_ranks_with_different_models(what: str) -> None:
             model = nn.ModuleDict({"b" if odd else "a": nn.Linear(3, 3)})
         if what == "frozen":
             model.requires_grad_(not odd)
-        with pytest.raises(hs.ConfigError, match="rank.*2"):
+        with pytest.raises(hs.ConfigError, match=r"rank.*2"):
             hs.DistributedModel(
                 model,
                 backward_passes_per_step=2 if odd and what == "passes" else 1,

@@ -120,7 +120,7 @@ def test_groups_after_wrapping(base: nn.Module) -> None:
 def test_a_step_without_any_gradient(base: nn.Module) -> None:
     def body(model: Any) -> None:
         optimizer = hs.DistributedOptimizer(sgd(model.parameters()))
-        with pytest.raises(hs.ConfigError, match="no parameter .* has a gradient"):
+        with pytest.raises(hs.ConfigError, match=r"no parameter .* has a gradient"):
             optimizer.step()
         model(ROWS).sum().backward()
         optimizer.step()
@@ -246,6 +246,4 @@ def test_no_weight_and_no_state_change_when_the_world_disagrees(base: nn.Module)
             assert torch.equal(before, after)
         assert not any(m.any() for group in optimizer._update.moments.values() for m in group)
 
-    with pytest.raises(hs.Error):  # One that only the other ranks' abort ended counts as well.
-        on_models(base, body, 2, sharded_data_parallel_degree=1)
-        raise hs.ScheduleError("every rank raised inside")
+    on_models(base, body, 2, sharded_data_parallel_degree=1)

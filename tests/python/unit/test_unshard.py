@@ -89,7 +89,11 @@ def test_changes_without_write_back_are_dropped() -> None:
 
 def test_changes_before_an_exception_are_dropped_and_all_is_released() -> None:
     def body(model: Any, base: nn.Module) -> None:
-        with pytest.raises(ValueError, match="mine"), hs.unshard(model), torch.no_grad():
+        with (  # noqa: PT012
+            pytest.raises(ValueError, match="mine"),
+            hs.unshard(model),
+            torch.no_grad(),
+        ):
             model.module.first.weight.zero_()
             raise ValueError("mine")
         assert not any(gathered(model))
