@@ -40,6 +40,13 @@ _models_lock = threading.Lock()
 _wrapped_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+class _LossScale(threading.local):
+    num_microbatches: int = 1
+
+
+_loss_scale = _LossScale()
+
+
 class DistributedModel(nn.Module):
     """Keeps one slice of each unit on this rank; gathers the rest while it computes.
 
@@ -140,11 +147,8 @@ class DistributedModel(nn.Module):
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """``loss.backward(gradient)``; inside ``@hopshard.step`` the mean over micro-batches."""
-        from hopshard.step import current_num_microbatches
-
-        num_microbatches = current_num_microbatches()
-        if num_microbatches > 1:
-            loss = loss / num_microbatches
+        if _loss_scale.num_microbatches > 1:
+            loss = loss / _loss_scale.num_microbatches
         loss.backward(gradient)
 
     @contextmanager
@@ -343,6 +347,16 @@ def accumulate() -> Iterator[None]:
     finally:
         for model in models:
             model._engine.hold_second_hop(False)
+
+
+@contextmanager
+def mean_over_microbatches(num_microbatches: int) -> Iterator[None]:
+    """Inside, ``DistributedModel.backward`` divides the loss by ``num_microbatches``."""
+    outer, _loss_scale.num_microbatches = _loss_scale.num_microbatches, num_microbatches
+    try:
+        yield
+    finally:
+        _loss_scale.num_microbatches = outer
 
 
 def owner_of(parameter: torch.Tensor) -> DistributedModel | None:

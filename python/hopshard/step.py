@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -16,22 +15,10 @@ import torch
 
 from hopshard import world
 from hopshard.errors import ConfigError
-from hopshard.model import accumulate
+from hopshard.model import accumulate, mean_over_microbatches
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class _Running(threading.local):
-    num_microbatches: int = 1
-
-
-_running = _Running()
-
-
-def current_num_microbatches() -> int:
-    """Micro-batches of the ``@step`` function that runs now; 1 outside."""
-    return _running.num_microbatches
 
 
 class StepOutput(Generic[_T]):
@@ -109,15 +96,12 @@ def step(
                 for name, value in bound.arguments.items()
             }
             results = []
-            outer, _running.num_microbatches = _running.num_microbatches, num
-            try:
+            with mean_over_microbatches(num):
                 for i in range(num):
                     bound.arguments.update({name: values[i] for name, values in parts.items()})
                     with accumulate() if i < num - 1 else nullcontext():
                         result = body(*bound.args, **bound.kwargs)
                     results.append(_detached(result) if detach_outputs else result)
-            finally:
-                _running.num_microbatches = outer
             return _collect(results)
 
         return run

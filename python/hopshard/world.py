@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import faulthandler
 import functools
 import hashlib
@@ -20,27 +19,23 @@ import pathlib
 import socket
 import sys
 import threading
-import time
-import traceback
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from hopshard import _C
 from hopshard.config import Config
 from hopshard.consistency import as_items, check_agreement, exchange_texts
-from hopshard.errors import CommError, ConfigError, Error
+from hopshard.endings import ExceptHook, await_idle_gloo, reporting_excepthook
+from hopshard.errors import ConfigError, Error
 from hopshard.launch_env import (
-    LaunchEnvironment,
     Place,
     derive_ranks_per_node,
     detect_launch,
 )
+from hopshard.torch_groups import TorchGroups, milliseconds
 
 _log = logging.getLogger("hopshard")
 
@@ -104,14 +99,10 @@ class _ThreadState(threading.local):
 @dataclass
 class _ProcessState:
     world: World | None = None
-    owns_process_group: bool = False
-    sub_groups: list[dist.ProcessGroup] = field(default_factory=list)
-    excepthook: Callable[..., Any] | None = None
+    groups: TorchGroups = field(default_factory=TorchGroups)
+    excepthook: ExceptHook | None = None
     """Ours, once it is installed."""
     failed: bool = False
-    store: Store | None = None
-    """Kept until the process ends: rank 0 may serve it to the others."""
-    num_connects: int = 0
 
 
 _thread = _ThreadState()
@@ -371,10 +362,13 @@ def _join_hub(seat: ThreadSeat, config: Config) -> World:
 
 def _join_processes(config: Config) -> World:
     launch = detect_launch(os.environ)
-    group, launch = _default_process_group(launch, config)
+    group, launch = _process.groups.connect_default(launch, config)
+    if "HOPSHARD_LAUNCHER" in os.environ and _process.excepthook is not None:
+        # Torch wraps it to put "[rank0]:" before each line; our launcher does that.
+        sys.excepthook = _process.excepthook
 
     def connect_world(world: _C.Group) -> _C.Communicator:
-        return _C.c10d_communicator(group, world, _milliseconds(config))
+        return _C.c10d_communicator(group, world, milliseconds(config))
 
     def find_ranks_per_node(world: _C.Communicator) -> int:
         place = [socket.gethostname(), launch.local_rank if launch.local_size else None]
@@ -389,7 +383,9 @@ def _join_processes(config: Config) -> World:
         size=launch.size,
         find_ranks_per_node=find_ranks_per_node,
         connect_world=connect_world,
-        connect_groups=lambda layout: _connect_sub_groups(layout, group, launch.rank, config),
+        connect_groups=lambda layout: _process.groups.connect_sub_groups(
+            layout, group, launch.rank, config
+        ),
     )
     _C.set_log_level(config.log_level)
     if world.rank == 0 and config.log_level in ("debug", "info"):
@@ -437,88 +433,6 @@ def _build(
     )
 
 
-def _default_process_group(
-    launch: LaunchEnvironment, config: Config
-) -> tuple[dist.ProcessGroup, LaunchEnvironment]:
-    """Torch's default group, created if there is none, or one beside it that can move CPU data."""
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if (rank, size) != (launch.rank, launch.size):
-            if launch.launcher != "single process":
-                raise ConfigError(
-                    f"torch's process group says rank {rank} of {size}, but {launch.launcher} says "
-                    f"rank {launch.rank} of {launch.size}"
-                )
-            # Started by the program itself, e.g. torch.multiprocessing; hosts tell the nodes.
-            launch = LaunchEnvironment("torch process group", rank, size, 0, 0)
-        group = dist.group.WORLD
-        assert group is not None
-        if "gloo" in str(dist.get_backend_config(group)):
-            return group, launch
-        beside = dist.new_group(backend="gloo", timeout=_time_limit(config))
-        _process.sub_groups.append(beside)
-        return beside, launch
-    try:
-        dist.init_process_group(
-            "gloo",
-            timeout=_time_limit(config),
-            rank=launch.rank,
-            world_size=launch.size,
-            store=_next_store(launch, config),
-        )
-    except (RuntimeError, ValueError) as error:  # torch's errors derive from these.
-        raise CommError(
-            f"rank {launch.rank} of {launch.size} ({launch.launcher}) could not connect within "
-            f"{config.timeout_s:g} s to rank 0 at "
-            f"{launch.master_address}:{launch.master_port}: {error}"
-        ) from error
-    _process.owns_process_group = True
-    _drop_rank_prefix()
-    group = dist.group.WORLD
-    assert group is not None
-    return group, launch
-
-
-def _next_store(launch: LaunchEnvironment, config: Config) -> Store:
-    """A part of the job's store that no earlier world of this process has written to."""
-    if _process.store is None and launch.size == 1:
-        _process.store = dist.HashStore()  # type: ignore[attr-defined]
-    elif _process.store is None:
-        address = (
-            "env://"
-            if launch.uses_env_rendezvous
-            else f"tcp://{launch.master_address}:{launch.master_port}"
-        )
-        connected = rendezvous(address, launch.rank, launch.size, timeout=_time_limit(config))
-        _process.store, _, _ = next(connected)
-    _process.num_connects += 1
-    return PrefixStore(f"hopshard/{_process.num_connects}", _process.store)
-
-
-def _connect_sub_groups(
-    layout: _C.GroupLayout, everyone: dist.ProcessGroup, rank: int, config: Config
-) -> Callable[[_C.Group], _C.Communicator | None]:
-    """Creates all groups on all ranks, in one order, as torch requires."""
-    size = layout.world_size
-    members = [layout.sharding_group(r) for r in range(0, size, layout.degree)]
-    members += [layout.replication_group(r) for r in range(layout.degree)]
-    known: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): everyone}
-    for ranks in map(tuple, members):
-        if len(ranks) > 1 and ranks not in known:
-            made = dist.new_group(list(ranks), backend="gloo", timeout=_time_limit(config))
-            if rank in ranks:
-                known[ranks] = made
-                _process.sub_groups.append(made)
-
-    def connect(group: _C.Group) -> _C.Communicator | None:
-        process_group = known.get(tuple(group.ranks))
-        if process_group is None:
-            return None  # One rank: every operation is the identity.
-        return _C.c10d_communicator(process_group, group, _milliseconds(config))
-
-    return connect
-
-
 def _leave(*, destroy_process_group: bool, wait_for_peers: bool = True) -> None:
     if _thread.seat is not None:
         world, _thread.world = _thread.world, None
@@ -531,88 +445,25 @@ def _leave(*, destroy_process_group: bool, wait_for_peers: bool = True) -> None:
             if world is not None and wait_for_peers:
                 world.barrier()
         finally:
-            _drop_process_groups(destroy_process_group)
-
-
-def _drop_process_groups(destroy_process_group: bool) -> None:
-    alive = dist.is_available() and dist.is_initialized()
-    for group in reversed(_process.sub_groups):
-        if alive:
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                dist.destroy_process_group(group)  # The program may have destroyed it before us.
-    _process.sub_groups.clear()
-    if destroy_process_group and _process.owns_process_group:
-        if alive:
-            dist.destroy_process_group()
-        _process.owns_process_group = False
+            _process.groups.drop(destroy_default=destroy_process_group)
 
 
 def _set_exit_hooks() -> None:
     if _process.excepthook is None:
         atexit.register(_at_exit)
-        sys.excepthook = _process.excepthook = _report_and_abort(sys.excepthook)
+        sys.excepthook = _process.excepthook = reporting_excepthook(sys.excepthook, _wake_peers)
 
 
-def _drop_rank_prefix() -> None:
-    """Torch wraps the excepthook to put "[rank0]:" before each line; our launcher does that."""
-    if "HOPSHARD_LAUNCHER" in os.environ and _process.excepthook is not None:
-        sys.excepthook = _process.excepthook
-
-
-def _report_and_abort(
-    show: Callable[[type[BaseException], BaseException, types.TracebackType | None], Any],
-) -> Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]:
-    """An excepthook that also tells the launcher when and why, and wakes the peers."""
-
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-    ) -> None:
-        _process.failed = True
-        _write_error_file(kind, error, trace)
-        if issubclass(kind, KeyboardInterrupt) and "HOPSHARD_LAUNCHER" in os.environ:
-            print("interrupted", file=sys.stderr)  # One line a rank instead of a traceback each.
-        else:
-            show(kind, error, trace)
-        sys.stderr.flush()
-        if _process.world is not None:
-            _process.world.abort(f"rank {_process.world.rank} failed: {kind.__name__}: {error}")
-
-    return hook
-
-
-def _write_error_file(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-) -> None:
-    """Torch elastic's format, so that torchrun shows the cause too."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    lines = traceback.format_exception(kind, error, trace)
-    now = time.time()
-    report = {
-        "message": {
-            "message": f"{kind.__name__}: {error}",
-            "extraInfo": {
-                "py_callstack": "".join(lines),
-                "timestamp": str(int(now)),
-                "time_s": now,
-                "is_consequence": isinstance(error, CommError | KeyboardInterrupt),
-            },
-        }
-    }
-    # Written beside and renamed: the launcher may read at any time.
-    partial = f"{path}.{os.getpid()}"
-    try:
-        pathlib.Path(partial).write_text(json.dumps(report))
-        os.replace(partial, path)
-    except OSError as problem:
-        _log.warning("cannot write %s: %s", path, problem)
+def _wake_peers(reason: str) -> None:
+    _process.failed = True
+    if _process.world is not None:
+        _process.world.abort(f"rank {_process.world.rank} failed: {reason}")
 
 
 def _at_exit() -> None:
     """Ends this process even if a peer is gone: gloo's destructor waits for its queue."""
-    _await_idle_gloo()
-    if _process.world is None and not _process.owns_process_group:
+    await_idle_gloo()
+    if _process.world is None and not _process.groups.owns_default:
         return
     faulthandler.dump_traceback_later(_EXIT_LIMIT_S, exit=True, file=sys.__stderr__ or 2)
     try:
@@ -622,39 +473,3 @@ def _at_exit() -> None:
         _log.warning("while leaving the world: %s", problem)
     if not _process.failed:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _await_idle_gloo(limit_s: float = 1.0) -> None:
-    """Lets gloo's threads drop the tensors of finished collectives.
-
-    They need the GIL for tensors that Python has seen, and a native thread that asks for it while
-    the interpreter shuts down ends the process with SIGABRT (torch 2.11).
-    """
-    deadline = time.monotonic() + limit_s
-    idle_looks = 0
-    while idle_looks < 2 and time.monotonic() < deadline:
-        states = _native_thread_states("pt_gloo_runloop")
-        if not states:
-            return
-        idle_looks = idle_looks + 1 if set(states) == {"S"} else 0
-        time.sleep(0.002)  # Without the GIL, so that a thread that waits for it can go on.
-
-
-def _native_thread_states(name: str) -> list[str]:
-    """Linux's one-letter state of each thread of this process with this name; elsewhere none."""
-    states = []
-    for folder in pathlib.Path("/proc/self/task").glob("*"):
-        try:
-            if (folder / "comm").read_text().strip() == name[:15]:
-                states.append((folder / "stat").read_text().rsplit(")", 1)[1].split()[0])
-        except OSError:  # The thread ended meanwhile.
-            continue
-    return states
-
-
-def _time_limit(config: Config) -> datetime.timedelta:
-    return datetime.timedelta(seconds=config.timeout_s)
-
-
-def _milliseconds(config: Config) -> int:
-    return max(1, round(config.timeout_s * 1000))
