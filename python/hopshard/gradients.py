@@ -128,6 +128,19 @@ class ShardedGrad(torch.Tensor):
         """The whole gradient, the mean over the world. Collective: the sharding group."""
         return self._access.full(self._index)
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return  # What `p.grad.data *= 2` assigns, after it has changed the slices.
+        raise ShardedError(
+            f"the gradient of '{self._access.names[self._index]}' is sharded: assign p.grad, not "
+            "p.grad.data"
+        )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -109,6 +109,10 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value):
         parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
     else:
-        parts = getattr(value, "__dict__", {}).values()
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        parts = [
+            *getattr(value, "__dict__", {}).values(),
+            *(getattr(value, name, None) for name in slots),
+        ]
     for part in parts:
         yield from _tensors_in(part, seen)

@@ -103,8 +103,8 @@ class DistributedModel(nn.Module):
             )
         units = split_into_units(module, unit)
         if current.config.check_consistency:
-            description = _describe(units, backward_passes_per_step)
-            check_agreement(current.groups.world, "the model", description)
+            description = _describe(module, units, backward_passes_per_step)
+            check_agreement(current.groups.world, "model", description)
 
         self.module = module
         self.world = current
@@ -285,6 +285,12 @@ class DistributedModel(nn.Module):
                     member._buffers[name] = fn(buffer)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "a DistributedModel cannot be pickled or copied: its parameters lie in slices on all "
+            "ranks. Save model.state_dict(), which is whole, on one rank"
+        )
+
     def _broadcast_buffers(self) -> None:
         for name, buffer in self.module.named_buffers():
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
@@ -380,6 +386,11 @@ def _check_not_wrapped(module: nn.Module) -> None:
 def _check_no_shared_memory(module: nn.Module) -> None:
     ranges: list[tuple[int, int, str]] = []
     for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter '{name}' is lazy and has no shape yet: run the module once before "
+                "hopshard.DistributedModel(module)"
+            )
         if parameter.is_meta:
             raise ConfigError(f"parameter '{name}' is on the meta device and has no values")
         if parameter.numel() == 0:
@@ -399,8 +410,13 @@ def _check_no_shared_memory(module: nn.Module) -> None:
             )
 
 
-def _describe(units: list[Unit], backward_passes_per_step: int) -> dict[str, str]:
+def _describe(
+    module: nn.Module, units: list[Unit], backward_passes_per_step: int
+) -> dict[str, str]:
     items = {"backward_passes_per_step": str(backward_passes_per_step)}
+    for name, buffer in module.named_buffers():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        items[name] = f"{dtype} {tuple(buffer.shape)} buffer"
     for unit in units:
         for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
             dtype = str(parameter.dtype).removeprefix("torch.")

@@ -14,10 +14,11 @@ from typing import Any, Final
 import torch
 
 from hopshard import _C
+from hopshard.consistency import check_agreement
 from hopshard.errors import ConfigError
 from hopshard.gradients import sum_norms
 from hopshard.model import DistributedModel, owner_of
-from hopshard.updates import Update, is_initial, make_update
+from hopshard.updates import Pieces, Update, is_initial, make_update
 
 # Optimizers whose update of an element depends on that element's gradient and state alone: on a
 # piece they do what they do on the whole.
@@ -34,7 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     writes there takes effect. ``step()`` finishes outstanding sums over the world, clips if the
     configuration says so (``gradient_clipping``), and updates.
 
-    Collective: ``step``, ``clip_grad_norm``, ``state_dict``.
+    Collective: building it, ``step``, ``clip_grad_norm``, ``state_dict``.
 
     Args:
         optimizer: A torch optimizer over parameters of one DistributedModel, not used yet.
@@ -43,7 +44,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: parameters outside the model or in two groups, a used optimizer, or one that
-            is not known to be element-wise.
+            is not known to be element-wise, or ranks with other optimizers or hyper-parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
@@ -51,6 +52,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"DistributedOptimizer takes a torch optimizer, not {type(optimizer).__name__}"
             )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError("this optimizer is a DistributedOptimizer already: wrap it once")
         kind = type(optimizer)
         known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
         if not known and not elementwise:
@@ -76,6 +79,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.seconds = 0.0
         """Time spent in updates so far, without waiting for gradients."""
         self._model._optimizers.add(self)
+        self._check_agreement()
+        self._forward_calls_of(optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_update"):
@@ -205,6 +210,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         "does not belong to the DistributedModel: build the optimizer from "
                         "model.parameters(), after wrapping"
                     )
+
+    def _check_agreement(self) -> None:
+        """Ranks that step differently would drift apart without any error."""
+        world = self._model.world
+        if not world.config.check_consistency:
+            return
+        items = {"class": type(self.optimizer).__name__}
+        for number, group in enumerate(self.param_groups):
+            names = [
+                self._engine.parameters[self._model._index_of[id(parameter)]].name
+                for parameter in group["params"]
+            ]
+            items[f"group {number}"] = f"{len(names)} parameters, first {names[:1]}"
+            for key, value in sorted(group.items()):
+                if key != "params":
+                    items[f"group {number} {key}"] = repr(value)
+        check_agreement(world.groups.world, "optimizer", items)
+
+    def _forward_calls_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """The handle that the user kept must not look like an optimizer that never stepped."""
+        optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
+        if not isinstance(self._update, Pieces):  # Those call the wrapped step(), hooks included.
+            self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+            self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
     def _check_gradients(self) -> None:
         if self._saw_gradient:

@@ -43,7 +43,8 @@ def split_into_units(module: nn.Module, unit: UnitChoice | None = None) -> list[
     Args:
         module: The user's model.
         unit: What makes a unit. None: the items of ``nn.ModuleList``s; if there are none,
-            submodules of at most an eighth of the parameters.
+            submodules of at most an eighth of the parameters. Never a container without a forward
+            of its own, nor a part of one of torch's own layers.
 
     Raises:
         ConfigError: no parameters, or ``unit`` matches no module with parameters.
@@ -118,9 +119,10 @@ def _matcher(unit: UnitChoice) -> Callable[[str, nn.Module], bool]:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The items of ModuleLists, outermost lists only."""
+    """The items of ModuleLists that run by themselves, outermost lists only."""
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList) and any(True for _ in child.parameters()):
+        in_list = isinstance(module, nn.ModuleList)
+        if in_list and _has_forward(child) and any(True for _ in child.parameters()):
             yield prefix + name, child
         else:
             yield from _repeated_blocks(child, f"{prefix}{name}.")
@@ -129,13 +131,30 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 def _parts_by_size(
     module: nn.Module, prefix: str, target_numel: float
 ) -> Iterator[tuple[str, nn.Module]]:
+    if _reads_its_parts(module):
+        return
     for name, child in module.named_children():
         numel = _numel(child)
         has_parts = any(_numel(part) > 0 for part in child.children())
-        if numel > 0 and (numel <= target_numel or not has_parts):
+        is_whole = numel <= target_numel or not has_parts or _reads_its_parts(child)
+        if numel > 0 and is_whole and _has_forward(child):
             yield prefix + name, child
         else:
             yield from _parts_by_size(child, f"{prefix}{name}.", target_numel)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for ParameterList, ModuleDict and their like, which are only looked into."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _reads_its_parts(module: nn.Module) -> bool:
+    """Torch's own layers, such as MultiheadAttention, use weights of parts they do not call."""
+    return (
+        type(module).__module__.startswith("torch.nn.modules")
+        and not isinstance(module, nn.Sequential)
+        and _has_forward(module)
+    )
 
 
 def _numel(module: nn.Module) -> int:

@@ -111,6 +111,7 @@ void FlatBuffer::attach(void* memory) {
   whole_.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(borrow(memory));
   point_at(views_);
   is_attached_ = true;
+  accept_changes();
 }
 
 void FlatBuffer::detach() {
@@ -138,12 +139,37 @@ at::Tensor FlatBuffer::in_memory_order(const at::Tensor& full, int parameter) co
 void FlatBuffer::take_back_rebound() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& parameter = parameters_[i];
-    if (parameter.numel() > 0 &&
-        parameter.storage().unsafeGetStorageImpl() != views_[i].storage().unsafeGetStorageImpl() &&
-        parameter.sizes() == views_[i].sizes() && parameter.scalar_type() == dtype_) {
-      views_[i].copy_(parameter.detach());
-      parameter.set_data(views_[i]);
+    const at::Tensor& view = views_[i];
+    if (parameter.sizes() == view.sizes() && parameter.scalar_type() == dtype_ &&
+        (parameter.numel() == 0 ||
+         parameter.storage().unsafeGetStorageImpl() == view.storage().unsafeGetStorageImpl())) {
+      continue;
     }
+    const at::Tensor rebound = parameter.variable_data();
+    parameter.set_data(view);
+    HOPSHARD_CHECK(rebound.sizes() == view.sizes() && rebound.scalar_type() == dtype_, ConfigError,
+                   "parameter '", names_[i], "' is ", dtype_, " ", view.sizes(), " and was set to ",
+                   rebound.scalar_type(), " ", rebound.sizes(),
+                   ". Shape and dtype are fixed since hopshard.DistributedModel(module)");
+    view.copy_(rebound);
+  }
+}
+
+void FlatBuffer::accept_changes() {
+  versions_.clear();
+  for (const at::Tensor& parameter : parameters_) {
+    versions_.push_back(parameter.unsafeGetTensorImpl()->version_counter().current_version());
+  }
+}
+
+void FlatBuffer::check_unchanged() const {
+  for (std::size_t i = 0; is_attached_ && i < parameters_.size(); ++i) {
+    HOPSHARD_CHECK(
+        parameters_[i].unsafeGetTensorImpl()->version_counter().current_version() == versions_[i],
+        ShardedError, "parameter '", names_[i],
+        "' was changed in place while it was gathered (in a forward, a hook, or by an option such "
+        "as Embedding(max_norm=...)), which would be lost: every rank keeps only its slice. Change "
+        "it inside `with hopshard.unshard(module):`, in the same way on all ranks");
   }
 }
 

@@ -122,9 +122,20 @@ void ShardEngine::run(const Actions& actions) {
           store_->gather(action.unit);
           break;
         }
-        case ActionKind::kRelease:
+        case ActionKind::kRelease: {
+          // Let go first: the error must not leave the unit half released.
+          std::exception_ptr lost_change;
+          try {
+            store_->check_unchanged(action.unit);
+          } catch (const ShardedError&) {
+            lost_change = std::current_exception();
+          }
           store_->release(action.unit);
+          if (lost_change) {
+            std::rethrow_exception(lost_change);
+          }
           break;
+        }
         case ActionKind::kReduce: {
           const Timer timer(reduce_seconds_);
           order_.record(action);
@@ -434,11 +445,24 @@ void ShardEngine::end_step(bool stepped) {
 void ShardEngine::pin(int unit) { run(schedule_->pin(unit)); }
 
 void ShardEngine::unpin(int unit, bool write_back) {
+  std::exception_ptr refused;
   if (write_back) {
-    store_->write_back(unit);
-    store_->bump_versions();
+    try {
+      store_->write_back(unit);
+    } catch (const ConfigError&) {
+      refused = std::current_exception();
+    }
+    for (const ParameterPlace& place : store_->parameters()) {
+      if (place.unit == unit) {
+        place.parameter.unsafeGetTensorImpl()->bump_version();
+      }
+    }
   }
+  store_->accept_changes(unit);
   run(schedule_->unpin(unit));
+  if (refused) {
+    std::rethrow_exception(refused);
+  }
 }
 
 void ShardEngine::write_parameter(int parameter, const at::Tensor& full) {
@@ -446,10 +470,11 @@ void ShardEngine::write_parameter(int parameter, const at::Tensor& full) {
   store_->write_parameter(parameter, full);
   const ParameterPlace& place = store_->parameters()[static_cast<std::size_t>(parameter)];
   const ShardedBuffer& buffer = store_->buffers()[static_cast<std::size_t>(place.buffer)];
+  place.parameter.unsafeGetTensorImpl()->bump_version();
   if (buffer.flat->is_attached()) {
     const_cast<at::Tensor&>(buffer.flat->view(place.position)).copy_(full);
+    buffer.flat->accept_changes();
   }
-  place.parameter.unsafeGetTensorImpl()->bump_version();
 }
 
 EngineStatistics ShardEngine::statistics() const {

@@ -228,6 +228,18 @@ void ShardStore::write_back(int unit) {
   }
 }
 
+void ShardStore::check_unchanged(int unit) const {
+  for (const int index : buffers_of(unit)) {
+    buffers_[static_cast<std::size_t>(index)].flat->check_unchanged();
+  }
+}
+
+void ShardStore::accept_changes(int unit) const {
+  for (const int index : buffers_of(unit)) {
+    buffers_[static_cast<std::size_t>(index)].flat->accept_changes();
+  }
+}
+
 void ShardStore::refresh_shards() {
   const at::NoGradGuard no_grad;
   for (ShardedBuffer& buffer : buffers_) {

@@ -53,7 +53,13 @@ class FlatBuffer {
   [[nodiscard]] at::Tensor in_memory_order(const at::Tensor& full, int parameter) const;
 
   /// Copies what users bound to parameters while attached (p.data = other) into the views.
+  /// @throws ConfigError  it has another shape or dtype; the parameter is as before then.
   void take_back_rebound();
+  /// In-place changes made from now on are what check_unchanged() finds.
+  void accept_changes();
+  /// @throws ShardedError  a parameter was changed in place since attach() or accept_changes():
+  ///                       gathered values are a copy, so the change is about to be lost.
+  void check_unchanged() const;
   [[nodiscard]] bool aliases(const at::Tensor& tensor) const;
   /// Throws ShardedError unless every parameter is as attach() or detach() left it.
   void check_untouched() const;
@@ -69,6 +75,7 @@ class FlatBuffer {
   at::Tensor whole_;
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> placeholders_;
+  std::vector<std::uint32_t> versions_;  // Of the parameters, when last accepted.
   bool is_attached_ = false;
 };
 

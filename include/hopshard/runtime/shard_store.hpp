@@ -82,7 +82,12 @@ class ShardStore {
   /// They become placeholders. Nothing happens to a unit that is not gathered.
   void release(int unit);
   /// Copies this rank's slice of the gathered parameters into shard and master.
+  /// @throws ConfigError  a parameter was given another shape or dtype.
   void write_back(int unit);
+  /// @throws ShardedError  a gathered parameter was changed in place and not written back.
+  void check_unchanged(int unit) const;
+  /// Gathered parameters may differ from the shards on purpose.
+  void accept_changes(int unit) const;
   /// Compute-dtype shards follow the masters (after an optimizer step).
   void refresh_shards();
   /// Sets this rank's piece from a full tensor; gathered copies are not touched.

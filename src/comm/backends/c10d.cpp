@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
+#include "../call_record.hpp"
 #include "../describe.hpp"
 #include "../reduce_parts.hpp"
 #include "hopshard/core/error.hpp"
@@ -290,6 +291,12 @@ void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size,
   detail::reduce_tensors(output.view({numel}), parts, op);
 }
 
+std::string shape_of(const at::Tensor& tensor) {
+  return detail::concatenate(" of ", tensor.numel(), " ", tensor.scalar_type());
+}
+
+const char* name_of(ReduceOp op) { return op == ReduceOp::kSum ? " sum" : " max"; }
+
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
@@ -307,15 +314,16 @@ class C10dCommunicator final : public Communicator {
 
  private:
   WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
-    return issue("all_gather", options, output.is_cpu(), [&](milliseconds timeout, auto&) {
-      const at::Tensor part = as_bytes(input);
-      return start_all_gather(as_bytes(output), part, timeout, /*in_slots=*/true);
-    });
+    return issue("all_gather", shape_of(input), options, output.is_cpu(),
+                 [&](milliseconds timeout, auto&) {
+                   const at::Tensor part = as_bytes(input);
+                   return start_all_gather(as_bytes(output), part, timeout, /*in_slots=*/true);
+                 });
   }
 
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                             const CommOptions& options) override {
-    return issue("reduce_scatter", options, input.is_cpu(),
+    return issue("reduce_scatter", shape_of(input) + name_of(op), options, input.is_cpu(),
                  [&](milliseconds timeout, auto& finish) {
                    at::Tensor to_send = input.view({input.numel()});
                    if (!group().has_identity_slots()) {
@@ -336,46 +344,51 @@ class C10dCommunicator final : public Communicator {
   }
 
   WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) override {
-    return issue("all_reduce", options, tensor.is_cpu(), [&](milliseconds timeout, auto& finish) {
-      const auto gathered_bytes = static_cast<std::int64_t>(tensor.nbytes()) * size();
-      if (op == ReduceOp::kMax || gathered_bytes <= kGatheredSumLimitBytes) {
-        // Maxima always go this way: transports do not agree on what a maximum with NaN is.
-        const at::Tensor gathered = at::empty({tensor.numel() * size()}, tensor.options());
-        finish = [gathered, tensor, op, size = size()] {
-          reduce_chunks(tensor, gathered, size, op);
-        };
-        return start_all_gather(as_bytes(gathered), as_bytes(tensor), timeout, /*in_slots=*/false);
-      }
-      c10d::AllreduceOptions torch_options;
-      torch_options.timeout = timeout;
-      std::vector<at::Tensor> tensors = {tensor};
-      const at::ScalarType dtype = tensor.scalar_type();
-      if (dtype == at::kBFloat16 || dtype == at::kHalf) {
-        tensors.front() = tensor.to(at::kFloat);
-        finish = [wide = tensors.front(), tensor] {
-          const at::NoGradGuard no_grad;
-          tensor.copy_(wide);
-        };
-      }
-      return process_group_->allreduce(tensors, torch_options);
-    });
+    return issue("all_reduce", shape_of(tensor) + name_of(op), options, tensor.is_cpu(),
+                 [&](milliseconds timeout, auto& finish) {
+                   const auto gathered_bytes = static_cast<std::int64_t>(tensor.nbytes()) * size();
+                   if (op == ReduceOp::kMax || gathered_bytes <= kGatheredSumLimitBytes) {
+                     // Maxima always go this way: transports do not agree on what a maximum with
+                     // NaN is.
+                     const at::Tensor gathered =
+                         at::empty({tensor.numel() * size()}, tensor.options());
+                     finish = [gathered, tensor, op, size = size()] {
+                       reduce_chunks(tensor, gathered, size, op);
+                     };
+                     return start_all_gather(as_bytes(gathered), as_bytes(tensor), timeout,
+                                             /*in_slots=*/false);
+                   }
+                   c10d::AllreduceOptions torch_options;
+                   torch_options.timeout = timeout;
+                   std::vector<at::Tensor> tensors = {tensor};
+                   const at::ScalarType dtype = tensor.scalar_type();
+                   if (dtype == at::kBFloat16 || dtype == at::kHalf) {
+                     tensors.front() = tensor.to(at::kFloat);
+                     finish = [wide = tensors.front(), tensor] {
+                       const at::NoGradGuard no_grad;
+                       tensor.copy_(wide);
+                     };
+                   }
+                   return process_group_->allreduce(tensors, torch_options);
+                 });
   }
 
   WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
-    return issue("broadcast", options, tensor.is_cpu(), [&](milliseconds timeout, auto&) {
-      c10d::BroadcastOptions torch_options;
-      torch_options.rootRank = root;
-      torch_options.timeout = timeout;
-      std::vector<at::Tensor> tensors = {as_bytes(tensor)};
-      return process_group_->broadcast(tensors, torch_options);
-    });
+    return issue("broadcast", detail::concatenate(shape_of(tensor), " from ", root), options,
+                 tensor.is_cpu(), [&](milliseconds timeout, auto&) {
+                   c10d::BroadcastOptions torch_options;
+                   torch_options.rootRank = root;
+                   torch_options.timeout = timeout;
+                   std::vector<at::Tensor> tensors = {as_bytes(tensor)};
+                   return process_group_->broadcast(tensors, torch_options);
+                 });
   }
 
   void do_barrier(const CommOptions& options) override {
     const std::vector<c10::Device> devices = process_group_->getDeviceTypes();
     const bool has_cpu = std::any_of(devices.begin(), devices.end(),
                                      [](const c10::Device& device) { return device.is_cpu(); });
-    issue("barrier", options, has_cpu, [&](milliseconds timeout, auto&) {
+    issue("barrier", "", options, has_cpu, [&](milliseconds timeout, auto&) {
       c10d::BarrierOptions torch_options;
       torch_options.timeout = timeout;
       if (has_cpu) {
@@ -386,9 +399,10 @@ class C10dCommunicator final : public Communicator {
   }
 
   /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its
-  /// own buffers alive, `finish` the others.
+  /// own buffers alive, `finish` the others. `what` is compared across ranks with op and tag.
   template <typename Start>
-  WorkPtr issue(std::string_view op, const CommOptions& options, bool is_on_cpu, Start start) {
+  WorkPtr issue(std::string_view op, const std::string& what, const CommOptions& options,
+                bool is_on_cpu, Start start) {
     const std::string call_text = detail::describe_call(kBackend, op, options.tag, group());
     if (const auto reason = health_->reason()) {
       throw CommError(detail::concatenate(
@@ -398,6 +412,10 @@ class C10dCommunicator final : public Communicator {
     const at::NoGradGuard no_grad;
     std::function<void()> finish;
     try {
+      if (is_on_cpu) {
+        agree_on(detail::concatenate(op, " ", detail::describe_tag(options.tag), what), call_text,
+                 timeout);
+      }
       TorchWork work = start(timeout, finish);
       return std::make_unique<C10dWork>(health_, call_text, timeout, is_on_cpu, std::move(work),
                                         std::move(finish));
@@ -406,6 +424,26 @@ class C10dCommunicator final : public Communicator {
     } catch (const std::exception& error) {
       throw_failed(*health_, call_text, error, timeout);
     }
+  }
+
+  /// Throws ScheduleError on every rank unless all are about to do the same. One message of a few
+  /// bytes per rank, before the data.
+  void agree_on(const std::string& description, const std::string& call_text,
+                milliseconds timeout) {
+    const detail::CallRecord record = detail::make_call_record(description);
+    constexpr auto kBytes = static_cast<std::int64_t>(detail::kCallRecordBytes);
+    const at::Tensor mine = at::empty({kBytes}, at::TensorOptions().dtype(at::kByte));
+    std::copy(record.begin(), record.end(), mine.mutable_data_ptr<std::uint8_t>());
+    const at::Tensor all = at::empty({kBytes * size()}, mine.options());
+    C10dWork(health_, call_text, timeout, /*is_on_cpu=*/true,
+             start_all_gather(all, mine, timeout, /*in_slots=*/false), nullptr)
+        .wait();
+    const auto difference = detail::explain_difference(
+        {all.const_data_ptr<std::uint8_t>(), static_cast<std::size_t>(all.numel())}, group());
+    HOPSHARD_CHECK(!difference, ScheduleError, call_text,
+                   ": the ranks issued different collectives, no data was moved: ", *difference,
+                   ". All ranks must run the same program; a rank may only skip a unit inside a "
+                   "training forward");
   }
 
   TorchWork start_all_gather(at::Tensor output, at::Tensor input, milliseconds timeout,

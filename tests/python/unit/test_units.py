@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hopshard import ConfigError
 from hopshard.units import split_into_units
 from torch import nn
@@ -34,12 +35,25 @@ def test_every_parameter_is_in_one_unit() -> None:
         assert sorted(found) == sorted(name for name, _ in model.named_parameters())
 
 
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
 def test_inner_lists_are_parts_of_their_block() -> None:
-    outer = nn.ModuleList(
-        nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-        for _ in range(2)
-    )
-    assert list(cut(nn.ModuleDict({"blocks": outer}))) == ["root", "blocks.0", "blocks.1"]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Nested() for _ in range(2))})
+    assert list(cut(model)) == ["root", "blocks.0", "blocks.1"]
+
+
+def test_containers_without_a_forward_are_no_units() -> None:
+    rows = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))
+    assert list(cut(nn.ModuleDict({"rows": rows}))) == ["root", "rows.0.0", "rows.1.0"]
 
 
 def test_without_lists_units_are_cut_by_size() -> None:
