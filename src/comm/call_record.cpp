@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hopshard/core/error.hpp"
+#include "hopshard/core/hash.hpp"
 
 namespace hopshard::detail {
 
@@ -14,12 +15,11 @@ namespace {
 constexpr std::size_t kHashBytes = sizeof(std::uint64_t);
 
 std::uint64_t hash_of(std::string_view text) {
-  std::uint64_t hash =
-      14695981039346656037ULL;  // FNV-1a: the same on all builds, unlike std::hash.
+  Fnv1a hash;
   for (const char letter : text) {
-    hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211ULL;
+    hash.add(static_cast<unsigned char>(letter));
   }
-  return hash;
+  return hash.value();
 }
 
 std::string text_in(std::span<const std::uint8_t> record) {

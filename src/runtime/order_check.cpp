@@ -29,13 +29,11 @@ std::string describe(std::int64_t code, const std::vector<std::string>& unit_nam
 }  // namespace
 
 void OrderCheck::record(Action action) {
-  hash_ = (hash_ ^ static_cast<std::uint64_t>(code_of(action))) * 1099511628211ULL;
+  hash_.add(static_cast<std::uint64_t>(code_of(action)));
   if (issued_.size() < kMaxRemembered) {
     issued_.push_back(action);
   }
 }
-
-std::int64_t OrderCheck::hash() const noexcept { return static_cast<std::int64_t>(hash_ >> 2); }
 
 void OrderCheck::clear() { *this = {}; }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "hopshard/core/error.hpp"
+#include "hopshard/core/hash.hpp"
 #include "hopshard/core/log.hpp"
 
 namespace hopshard {
@@ -32,21 +33,20 @@ class Timer {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-std::int64_t hash_of(const std::vector<std::int64_t>& values) {
-  std::uint64_t hash = 14695981039346656037ULL;
-  for (const std::int64_t value : values) {
-    hash = (hash ^ static_cast<std::uint64_t>(value)) * 1099511628211ULL;
+std::int64_t hash_of(const std::vector<int>& units) {
+  Fnv1a hash;
+  for (const int unit : units) {
+    hash.add(static_cast<std::uint64_t>(unit));
   }
-  return static_cast<std::int64_t>(hash >> 2);
+  return hash.signed_value();
 }
 
 std::int64_t hash_of(const Actions& actions) {
-  std::vector<std::int64_t> codes;
+  OrderCheck order;
   for (const Action& action : actions) {
-    codes.push_back(static_cast<std::int64_t>(action.unit) * 4 +
-                    static_cast<std::int64_t>(action.kind));
+    order.record(action);
   }
-  return hash_of(codes);
+  return order.hash();
 }
 
 }  // namespace
@@ -186,9 +186,7 @@ void ShardEngine::after_root_forward(const std::vector<at::Tensor>& outputs) {
   }
   run(schedule_->end_forward());
   if (!forward_agreed_ && will_backward) {
-    const std::vector<int>& seen = schedule_->recorded_forward();
-    if (all_ranks_agree(hash_of(std::vector<std::int64_t>(seen.begin(), seen.end())),
-                        "control/forward_order")) {
+    if (all_ranks_agree(hash_of(schedule_->recorded_forward()), "control/forward_order")) {
       schedule_->adopt_forward();
     }
     forward_agreed_ = true;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "hopshard/comm/communicator.hpp"
+#include "hopshard/core/hash.hpp"
 #include "hopshard/runtime/schedule.hpp"
 
 namespace hopshard {
@@ -16,8 +17,7 @@ namespace hopshard {
 class OrderCheck {
  public:
   void record(Action action);
-  /// Fits into 62 bits, so that hash and -hash survive a max over int64.
-  [[nodiscard]] std::int64_t hash() const noexcept;
+  [[nodiscard]] std::int64_t hash() const noexcept { return hash_.signed_value(); }
   void clear();
 
   /// Collective over `world`, after hashes differed: finds the first difference.
@@ -26,7 +26,7 @@ class OrderCheck {
 
  private:
   std::vector<Action> issued_;  // Bounded: only the first ones are needed to find a difference.
-  std::uint64_t hash_ = 14695981039346656037ULL;  // FNV-1a.
+  Fnv1a hash_;
 };
 
 }  // namespace hopshard
