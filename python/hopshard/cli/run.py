@@ -269,6 +269,9 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         target = [*python, "-c", arguments.code, *program]
     elif not program:
         raise ConfigError("nothing to run; give a script, -m MODULE or -c CODE")
+    elif program[0] in ("python", "python3"):
+        # The one that hopshard is installed in, also where its environment is not activated.
+        target = [*python, *program[1:]]
     elif program[0].endswith(".py") or _is_plain_file(program[0]):
         if not os.path.isfile(program[0]):
             raise ConfigError(f"there is no script '{program[0]}' (in {os.getcwd()})")

@@ -65,6 +65,16 @@ def test_output_arguments_and_environment(run: Run) -> None:
         assert f"[{rank}] to stderr\n" in result.err
 
 
+def test_python_is_the_one_that_hopshard_is_installed_in(tmp_path: pathlib.Path) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "hopshard.cli", "run", "-n", "2", "python", "-c",
+         "import hopshard, sys; print(sys.executable)"],
+        env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(sys.executable) == 2
+
+
 def test_cores_are_shared_out_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
