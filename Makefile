@@ -25,6 +25,7 @@ setup:  ## Tools and a .venv with the locked packages; does nothing if they are 
 
 # One persistent build folder holds the module and the C++ tests; Python files are live.
 build: setup  ## Build all; leaves a .venv with `import hopshard` and the command `hopshard`
+	@test -e $(BUILD_DIR)/build.ninja || echo 'build: compiling for the first time, 3 to 5 minutes on 2 cores' >&2
 	@HOPSHARD_BUILD_TESTS=ON HOPSHARD_WERROR=ON $(PYTHON) -m pip install --quiet --disable-pip-version-check \
 		--no-build-isolation --no-deps --no-input \
 		--config-settings=build-dir=$(BUILD_DIR) \

@@ -96,6 +96,7 @@ provide_packages() {
     "$python" -m venv .venv
   fi
 
+  say "installing Python packages; torch brings its CUDA libraries, about 3 GB the first time"
   local pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet)
   if [[ -z "$torch_version" ]]; then
     "${pip[@]}" --requirement "$lock"

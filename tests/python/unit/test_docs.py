@@ -214,6 +214,9 @@ def _native_tree() -> dict[str, Any]:
 # pybind11 says what it accepts, the stub what callers should pass.
 _ACCEPTED = {
     "hopshard._C.": "",
+    # What pybind11 calls an int and a float; the longer forms since torch 2.15's copy of it.
+    "typing.SupportsInt | typing.SupportsIndex": "int",
+    "typing.SupportsFloat | typing.SupportsIndex": "float",
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",
     "collections.abc.": "",
