@@ -1,6 +1,7 @@
 // Ranks deposit their buffers and go on; the one that arrives last moves the data of all and wakes
 // the waiting. So a call never blocks, completion needs no thread of its own, nobody reads a buffer
-// after the operation is done, and all ranks see one result. One mutex per group.
+// after the operation is done, and all ranks see one result. One mutex per group. Long, because
+// hub, group and communicator share that one protocol and would only be read together.
 #include "hopshard/comm/local.hpp"
 
 #include <algorithm>

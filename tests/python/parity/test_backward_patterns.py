@@ -1,4 +1,4 @@
-"""Ways to call backward that scripts use (corrections 3, 5, 6): the result is plain torch's."""
+"""Ways to call backward that scripts use: the result is plain torch's."""
 
 from __future__ import annotations
 

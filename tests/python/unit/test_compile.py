@@ -1,4 +1,4 @@
-"""torch.compile and autocast around and inside a sharded model (correction 8)."""
+"""torch.compile and autocast around and inside a sharded model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 // The schedule as a pure machine: the events that modules and autograd would report, and what must
-// hold for the actions. No tensor, so thousands of units and many ranks take a second.
+// hold for the actions. No tensor, so thousands of units and many ranks take a second. Long: one
+// test per rule of the machine.
 #include "hopshard/runtime/schedule.hpp"
 
 #include <gtest/gtest.h>
