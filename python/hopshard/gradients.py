@@ -28,13 +28,15 @@ class GradientAccess:
     order, as they do when all run one script.
     """
 
-    def __init__(self, engine: _C.ShardEngine) -> None:
-        # Handles live in C++ beside the engine: a strong reference would keep both for ever.
+    def __init__(self, engine: _C.ShardEngine, places: Sequence[_C.ParameterPlace]) -> None:
+        # Handles live in C++ beside the engine and the parameters: strong references to either
+        # would keep all for ever.
         self._engine = weakref.ref(engine)
-        self.names = [place.name for place in engine.parameters]
+        self.names = [place.name for place in places]
+        self._dtypes = [place.parameter.dtype for place in places]
         self._arena_of = [
             engine.arena_of(index) if place.is_trainable else -1
-            for index, place in enumerate(engine.parameters)
+            for index, place in enumerate(places)
         ]
         self._trainable = [i for i, arena in enumerate(self._arena_of) if arena >= 0]
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
@@ -68,7 +70,7 @@ class GradientAccess:
         self.finish()
         arena = self.engine.gradient_arenas()[self._arena_of[index]]
         full = self.engine.gather_full(arena, index, "gradient")
-        return full.to(self.engine.parameters[index].parameter.dtype)
+        return full.to(self._dtypes[index])
 
     def norm(self, index: int, order: float) -> torch.Tensor:
         """One gradient's norm; those of all parameters travel together, once."""
@@ -77,7 +79,7 @@ class GradientAccess:
             pieces = [self._piece(i).double() for i in self._trainable]
             totals = sum_norms(pieces, order, self.engine.groups.sharding)
             self._norms[order] = dict(zip(self._trainable, totals, strict=True))
-        return self._norms[order][index].to(self.engine.parameters[index].parameter.dtype)
+        return self._norms[order][index].to(self._dtypes[index])
 
 
 def sum_norms(
@@ -106,8 +108,7 @@ class ShardedGrad(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, access: GradientAccess, index: int) -> ShardedGrad:
-        parameter = access.engine.parameters[index].parameter
+    def __new__(cls, access: GradientAccess, index: int, parameter: torch.Tensor) -> ShardedGrad:
         grad = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,

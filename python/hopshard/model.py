@@ -117,15 +117,16 @@ class DistributedModel(nn.Module):
             backward_passes_per_step,
             current.config.second_hop_bucket_bytes,
         )
-        self._index_of = {id(p.parameter): i for i, p in enumerate(self._engine.parameters)}
-        self._gradients = GradientAccess(self._engine)
+        self._places = self._engine.parameters  # Every access to the engine's makes a new list.
+        self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}
+        self._gradients = GradientAccess(self._engine, self._places)
         self._engine.set_gradient_handles(
             [
-                ShardedGrad(self._gradients, index) if place.is_trainable else None
-                for index, place in enumerate(self._engine.parameters)
+                ShardedGrad(self._gradients, index, place.parameter) if place.is_trainable else None
+                for index, place in enumerate(self._places)
             ]
         )
-        for place in self._engine.parameters:
+        for place in self._places:
             setattr(place.parameter, _OWNER, weakref.ref(self))
         self._broadcast_buffers()
         attach_hooks(units, self._engine)
@@ -269,7 +270,7 @@ class DistributedModel(nn.Module):
         self: _ModelT, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> _ModelT:
         kept: dict[tuple[torch.dtype, torch.device], bool] = {}
-        for place in self._engine.parameters:
+        for place in self._places:
             kind = (place.parameter.dtype, place.parameter.device)
             if kind not in kept:
                 result = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
@@ -320,7 +321,7 @@ def unshard(module: nn.Module | nn.Parameter, *, write_back: bool = True) -> Ite
     for parameter in parameters:
         model = owner_of(parameter)
         if model is not None:
-            place = model._engine.parameters[model._index_of[id(parameter)]]
+            place = model._places[model._index_of[id(parameter)]]
             units.setdefault(model, set()).add(place.unit)
     if not units:
         raise ConfigError(

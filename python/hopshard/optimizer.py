@@ -219,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         items = {"class": type(self.optimizer).__name__}
         for number, group in enumerate(self.param_groups):
             names = [
-                self._engine.parameters[self._model._index_of[id(parameter)]].name
+                self._model._places[self._model._index_of[id(parameter)]].name
                 for parameter in group["params"]
             ]
             items[f"group {number}"] = f"{len(names)} parameters, first {names[:1]}"
@@ -240,8 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_gradients(self) -> None:
         if self._saw_gradient:
             return
-        parameters = self._engine.parameters
-        self._saw_gradient = any(self._engine.has_gradient(i) for i in range(len(parameters)))
+        indices = range(len(self._model._places))
+        self._saw_gradient = any(self._engine.has_gradient(i) for i in indices)
         if not self._saw_gradient:
             raise ConfigError(
                 "no parameter of the wrapped model has a gradient: the loss must come from a "

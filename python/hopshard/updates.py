@@ -43,14 +43,15 @@ class Update(ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
         self.optimizer = optimizer
         self.engine = model._engine
+        self.places = model._places
         self.group_of: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 index = model._index_of[id(parameter)]
                 if index in self.group_of:
-                    name = self.engine.parameters[index].name
+                    name = self.places[index].name
                     raise ConfigError(f"parameter '{name}' is in two parameter groups")
-                if self.engine.parameters[index].is_trainable:
+                if self.places[index].is_trainable:
                     self.group_of[index] = number
 
     @abstractmethod
@@ -79,11 +80,9 @@ class _Fused(Update):
         super().__init__(optimizer, model)
         masters = self.engine.master_arenas()
         self.masters = masters
-        self.moments = {
-            name: [torch.zeros_like(master) for master in masters] for name in self.moment_names
-        }
+        self.moments: dict[str, list[torch.Tensor]] = {name: [] for name in self.moment_names}
         self.steps = dict.fromkeys(self.group_of, 0)
-        trainable = [i for i, place in enumerate(self.engine.parameters) if place.is_trainable]
+        trainable = [i for i, place in enumerate(self.places) if place.is_trainable]
         self.by_arena = [
             [i for i in trainable if self.engine.arena_of(i) == arena]
             for arena in range(len(masters))
@@ -91,7 +90,7 @@ class _Fused(Update):
         self.extent = {
             i: (
                 self.engine.arena_begin_of(i),
-                self.engine.arena_begin_of(i) + self.engine.parameters[i].piece_numel,
+                self.engine.arena_begin_of(i) + self.places[i].piece_numel,
             )
             for i in trainable
         }
@@ -138,6 +137,11 @@ class _Fused(Update):
             else:
                 self.engine.piece_of(self.moments[name][arena], index).zero_()
 
+    def _allocate_moments(self) -> None:
+        """Does nothing where they are there."""
+        for name, moments in self.moments.items():
+            self.moments[name] = moments or [torch.zeros_like(m) for m in self.masters]
+
     def _used_moments(self, index: int) -> tuple[str, ...]:
         return self.moment_names
 
@@ -146,6 +150,10 @@ class FusedAdam(_Fused):
     """Adam and AdamW."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        super().__init__(optimizer, model)
+        self._allocate_moments()
 
     def step(self, scale: float) -> None:
         settings = [
@@ -189,8 +197,8 @@ class FusedSgd(_Fused):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
         super().__init__(optimizer, model)
-        if not any(group["momentum"] for group in optimizer.param_groups):
-            self.moments["momentum_buffer"] = []  # Plain SGD has no state.
+        if any(group["momentum"] for group in optimizer.param_groups):
+            self._allocate_moments()  # Plain SGD has no state.
 
     def step(self, scale: float) -> None:
         settings = [
@@ -205,7 +213,7 @@ class FusedSgd(_Fused):
             for group in self.optimizer.param_groups
         ]
         if not self.moments["momentum_buffer"] and any(s.momentum for s in settings):
-            self.moments["momentum_buffer"] = [torch.zeros_like(m) for m in self.masters]
+            self._allocate_moments()
             self.steps = dict.fromkeys(self.steps, 0)
         buffers: Sequence[torch.Tensor | None] = self.moments["momentum_buffer"] or [None] * len(
             self.masters
@@ -222,8 +230,8 @@ class FusedSgd(_Fused):
         if index not in self.group_of:
             return
         has_momentum = state.get("momentum_buffer") is not None
-        if has_momentum and not self.moments["momentum_buffer"]:
-            self.moments["momentum_buffer"] = [torch.zeros_like(m) for m in self.masters]
+        if has_momentum:
+            self._allocate_moments()
         if self.moments["momentum_buffer"]:
             super().load_state(index, state)
         self.steps[index] = 1 if has_momentum else 0
@@ -305,7 +313,7 @@ class Pieces(Update):
         if index not in self.pieces:
             return
         piece = self.pieces[index]
-        shape = self.engine.parameters[index].parameter.shape
+        shape = self.places[index].parameter.shape
         mine: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0:
