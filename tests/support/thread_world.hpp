@@ -25,7 +25,8 @@ using RankFunction = std::function<void(int rank, LocalHub& hub)>;
 
 /// Runs `run(rank, hub)` for all ranks, each on its own thread, and rethrows the first error.
 ///
-/// A rank that throws counts as failed, so the others do not wait for it. After `limit` the hub is
+/// First the errors of a rank's own: an unwinding rank drops its communicators, so the CommError of
+/// a rank that waits for it may come before its own error arrives here. A rank that throws counts as failed, so the others do not wait for it. After `limit` the hub is
 /// aborted; ranks that even then do not end are a hang outside the hub, which ends the process.
 inline void run_ranks(int world_size, const RankFunction& run,
                       std::chrono::milliseconds limit = std::chrono::seconds(60)) {
@@ -33,7 +34,8 @@ inline void run_ranks(int world_size, const RankFunction& run,
   std::mutex mutex;
   std::condition_variable ended;
   int num_running = world_size;
-  std::exception_ptr first_error;
+  std::exception_ptr own_error;   // The first that no other rank's failure explains ...
+  std::exception_ptr peer_error;  // ... and the first CommError.
 
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) {
@@ -42,8 +44,13 @@ inline void run_ranks(int world_size, const RankFunction& run,
       set_thread_log_rank(rank);
       std::string failure;
       std::exception_ptr error;
+      bool is_own = true;
       try {
         run(rank, hub);
+      } catch (const CommError& caught) {
+        failure = caught.what();
+        error = std::current_exception();
+        is_own = false;
       } catch (const std::exception& caught) {
         failure = caught.what();
         error = std::current_exception();
@@ -54,8 +61,9 @@ inline void run_ranks(int world_size, const RankFunction& run,
       if (error) {
         {
           const std::lock_guard lock(mutex);
-          if (!first_error) {
-            first_error = error;
+          std::exception_ptr& first = is_own ? own_error : peer_error;
+          if (!first) {
+            first = error;
           }
         }
         hub.rank_failed(rank, failure);
@@ -88,8 +96,8 @@ inline void run_ranks(int world_size, const RankFunction& run,
     throw TimeoutError("run_ranks: the ranks did not end within " + std::to_string(limit.count()) +
                        " ms");
   }
-  if (first_error) {
-    std::rethrow_exception(first_error);
+  if (own_error || peer_error) {
+    std::rethrow_exception(own_error ? own_error : peer_error);
   }
 }
 
