@@ -84,7 +84,7 @@ function(hopshard_add_layer name)
   set_property(GLOBAL APPEND PROPERTY HOPSHARD_LAYERS ${target})
 endfunction()
 
-# hopshard_add_test(<layer> [TENSORS] SOURCES <.cpp>... [DEPENDS <layer>...])
+# hopshard_add_test(<layer or name> [TENSORS] SOURCES <.cpp>... [DEPENDS <layer>...])
 #
 # One executable test_<layer> and one ctest entry: loading torch once per case would cost more
 # than the cases. Without sources nothing is declared.
@@ -96,7 +96,10 @@ function(hopshard_add_test layer)
   set(target test_${layer})
   add_executable(${target} ${arg_SOURCES})
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/tests" "${PROJECT_SOURCE_DIR}/src")
-  target_link_libraries(${target} PRIVATE hopshard_${layer} GTest::gtest GTest::gtest_main)
+  if(TARGET hopshard_${layer})
+    target_link_libraries(${target} PRIVATE hopshard_${layer})
+  endif()
+  target_link_libraries(${target} PRIVATE GTest::gtest GTest::gtest_main)
   foreach(other IN LISTS arg_DEPENDS)
     target_link_libraries(${target} PRIVATE hopshard_${other})
   endforeach()

@@ -3,13 +3,18 @@
 #include "hopshard/comm/communicator.hpp"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 #include "describe.hpp"
 #include "hopshard/core/error.hpp"
+#include "reduce_parts.hpp"
 
 namespace hopshard {
 namespace {
@@ -33,6 +38,8 @@ void check_options(const Call& call) {
   HOPSHARD_CHECK(call.options.timeout.count() >= 0, InvalidArgument, call.text(), ": the timeout ",
                  call.options.timeout.count(),
                  " ms is negative; 0 stands for the communicator's default");
+  HOPSHARD_CHECK(!call.options.accumulate || call.op == "reduce_scatter", InvalidArgument,
+                 call.text(), ": only reduce_scatter can accumulate into its output");
 }
 
 void check_tensor(const Call& call, const at::Tensor& tensor, std::string_view role) {
@@ -61,6 +68,12 @@ void check_reducible(const Call& call, const at::Tensor& tensor, ReduceOp op) {
                  " of Bool tensors is not defined; use uint8 and max for a logical or");
 }
 
+bool share_memory(const at::Tensor& left, const at::Tensor& right) {
+  const auto left_begin = reinterpret_cast<std::uintptr_t>(left.const_data_ptr());
+  const auto right_begin = reinterpret_cast<std::uintptr_t>(right.const_data_ptr());
+  return left_begin < right_begin + right.nbytes() && right_begin < left_begin + left.nbytes();
+}
+
 /// `part` holds n elements, `whole` n * size; if they share memory, the part is exactly my slot.
 void check_pair(const Call& call, const at::Tensor& whole, std::string_view whole_role,
                 const at::Tensor& part, std::string_view part_role) {
@@ -81,8 +94,7 @@ void check_pair(const Call& call, const at::Tensor& whole, std::string_view whol
   }
   const auto whole_begin = reinterpret_cast<std::uintptr_t>(whole.const_data_ptr());
   const auto part_begin = reinterpret_cast<std::uintptr_t>(part.const_data_ptr());
-  const bool apart =
-      part_begin + part_bytes <= whole_begin || whole_begin + whole.nbytes() <= part_begin;
+  const bool apart = !share_memory(whole, part);
   const auto my_slot = static_cast<std::size_t>(call.group.my_slot());
   HOPSHARD_CHECK(apart || part_begin == whole_begin + my_slot * part_bytes, InvalidArgument,
                  call.text(), ": the ", part_role, " overlaps the ", whole_role, ", beginning ",
@@ -124,8 +136,14 @@ WorkPtr Communicator::reduce_scatter(at::Tensor output, at::Tensor input, Reduce
   check_tensor(call, input, "input");
   check_reducible(call, input, op);
   check_pair(call, input, "input", output, "output");
+  HOPSHARD_CHECK(!options.accumulate || !share_memory(output, input), InvalidArgument, call.text(),
+                 ": an output that is accumulated into cannot be a slot of the input");
   if (size() == 1) {
-    copy_unless_same(output, input);
+    if (options.accumulate) {
+      detail::reduce_tensors(output, {output, input}, op);
+    } else {
+      copy_unless_same(output, input);
+    }
     return make_finished_work();
   }
   return do_reduce_scatter(std::move(output), std::move(input), op, options);
@@ -161,5 +179,48 @@ void Communicator::barrier(const CommOptions& options) {
     do_barrier(options);
   }
 }
+
+CommunicatorPtr Communicator::split(Group part) {
+  part.validate();
+  for (const int member : part.ranks) {
+    HOPSHARD_CHECK(
+        std::find(group_.ranks.begin(), group_.ranks.end(), member) != group_.ranks.end(),
+        InvalidArgument, backend(), " split of group '", group_.name, "': global rank ", member,
+        " of the part '", part.name, "' is not in it");
+  }
+  HOPSHARD_CHECK(part.global_rank() == group_.global_rank(), InvalidArgument, backend(),
+                 " split of group '", group_.name, "': the part '", part.name, "' is global rank ",
+                 part.global_rank(), "'s, but this is global rank ", group_.global_rank());
+  return do_split(std::move(part));
+}
+
+at::Tensor Communicator::allocate(std::int64_t num_bytes) {
+  HOPSHARD_CHECK(num_bytes >= 0, InvalidArgument, backend(), " allocate in group '", group_.name,
+                 "': ", num_bytes, " bytes");
+  return do_allocate(num_bytes);
+}
+
+void Communicator::register_memory(const at::Tensor& memory) {
+  const CommOptions no_options;
+  check_tensor(Call{backend(), "register_memory", no_options, group_}, memory, "memory");
+  do_register_memory(memory);
+}
+
+at::Tensor Communicator::do_allocate(std::int64_t num_bytes) {
+  constexpr std::size_t kAlignment = 4096;
+  const std::size_t rounded =
+      std::max<std::size_t>((static_cast<std::size_t>(num_bytes) + kAlignment - 1) / kAlignment,
+                            1) *
+      kAlignment;
+  void* data = std::aligned_alloc(kAlignment, rounded);
+  HOPSHARD_CHECK(data != nullptr, Error, "out of memory: ", rounded,
+                 " bytes are needed for group '", group_.name, "'");
+  std::memset(data, 0, rounded);
+  return at::from_blob(
+      data, {num_bytes}, [](void* memory) { std::free(memory); },
+      at::TensorOptions().dtype(at::kByte));
+}
+
+void Communicator::do_register_memory(const at::Tensor& /*memory*/) {}
 
 }  // namespace hopshard

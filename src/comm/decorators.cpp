@@ -23,6 +23,8 @@ class DelayedWork final : public Work {
     inner_->wait();
   }
 
+  bool test() override { return inner_->test(); }
+
  private:
   WorkPtr inner_;
   std::chrono::microseconds delay_;
@@ -77,6 +79,14 @@ class DelayedCommunicator final : public Communicator {
     before_call("barrier", options);
     inner_->barrier(options);
   }
+
+  CommunicatorPtr do_split(Group part) override {
+    return make_delayed_communicator(inner_->split(std::move(part)), options_);
+  }
+
+  at::Tensor do_allocate(std::int64_t num_bytes) override { return inner_->allocate(num_bytes); }
+
+  void do_register_memory(const at::Tensor& memory) override { inner_->register_memory(memory); }
 
   WorkPtr delayed(WorkPtr work) {
     return std::make_unique<DelayedWork>(std::move(work), next_delay());

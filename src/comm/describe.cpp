@@ -15,6 +15,20 @@ std::string describe_call(std::string_view backend, std::string_view op, std::st
                      group.global_rank(), ")");
 }
 
+std::string to_string(const OperationText& operation) {
+  std::string text = concatenate(operation.op, ' ', describe_tag(operation.tag));
+  if (operation.dtype != at::ScalarType::Undefined) {
+    text += concatenate(" of ", operation.numel, ' ', operation.dtype);
+  }
+  if (operation.reduce_op) {
+    text += concatenate(" (", to_string(*operation.reduce_op), ')');
+  }
+  if (operation.root >= 0) {
+    text += concatenate(" from root ", operation.root);
+  }
+  return text;
+}
+
 std::string join_ranks(const std::vector<int>& ranks) {
   std::string text;
   for (std::size_t i = 0; i < ranks.size(); ++i) {

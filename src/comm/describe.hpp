@@ -1,6 +1,10 @@
 // The one place that words which call an error is about: backend, operation, tag, group, rank.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,6 +19,18 @@ std::string describe_call(std::string_view backend, std::string_view op, std::st
 
 /// "'unshard/h.3'", or "(no tag)".
 std::string describe_tag(std::string_view tag);
+
+/// What all ranks of a group must issue alike, for people: "all_reduce 'norm' of 30 Float (sum)",
+/// "broadcast (no tag) of 4 Float from root 1", "barrier 'end'". Also what call records compare.
+struct OperationText {
+  std::string_view op;
+  std::string_view tag;
+  std::int64_t numel = 0;                            ///< n of the contract.
+  at::ScalarType dtype = at::ScalarType::Undefined;  ///< Undefined: no tensor.
+  std::optional<ReduceOp> reduce_op{};
+  int root = -1;  ///< Below 0: none.
+};
+std::string to_string(const OperationText& operation);
 
 /// "0", "0, 2 and 5", for sentences.
 std::string join_ranks(const std::vector<int>& ranks);

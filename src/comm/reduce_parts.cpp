@@ -38,7 +38,8 @@ A combine(A left, A right, ReduceOp op) {
 }
 
 template <typename T, ReduceOp op>
-void reduce_typed(T* out, const std::vector<const void*>& parts, std::int64_t numel) {
+void reduce_typed(T* out, const std::vector<const void*>& parts, std::int64_t numel,
+                  bool accumulate) {
   // A block's sums stay in the first-level cache; writing after reading all parts of the block
   // allows `out` to be one of them.
   constexpr std::int64_t kBlock = 1024;
@@ -55,6 +56,12 @@ void reduce_typed(T* out, const std::vector<const void*>& parts, std::int64_t nu
         sums[i] = combine(sums[i], static_cast<Accumulator<T>>(next[i]), op);
       }
     }
+    if (accumulate) {
+      for (std::size_t i = 0; i < count; ++i) {
+        sums[i] = combine(static_cast<Accumulator<T>>(out[begin + static_cast<std::int64_t>(i)]),
+                          sums[i], op);
+      }
+    }
     for (std::size_t i = 0; i < count; ++i) {
       out[begin + static_cast<std::int64_t>(i)] = static_cast<T>(sums[i]);
     }
@@ -62,60 +69,68 @@ void reduce_typed(T* out, const std::vector<const void*>& parts, std::int64_t nu
 }
 
 template <typename T>
-void reduce_as(void* out, const std::vector<const void*>& parts, std::int64_t numel, ReduceOp op) {
+void reduce_as(void* out, const std::vector<const void*>& parts, std::int64_t numel, ReduceOp op,
+               bool accumulate) {
   if (op == ReduceOp::kSum) {
-    reduce_typed<T, ReduceOp::kSum>(static_cast<T*>(out), parts, numel);
+    reduce_typed<T, ReduceOp::kSum>(static_cast<T*>(out), parts, numel, accumulate);
   } else {
-    reduce_typed<T, ReduceOp::kMax>(static_cast<T*>(out), parts, numel);
+    reduce_typed<T, ReduceOp::kMax>(static_cast<T*>(out), parts, numel, accumulate);
   }
 }
 
 }  // namespace
 
 void reduce_parts(void* out, const std::vector<const void*>& parts, std::int64_t numel,
-                  at::ScalarType dtype, ReduceOp op) {
+                  at::ScalarType dtype, ReduceOp op, bool accumulate) {
   switch (dtype) {
     case at::kByte:
-      return reduce_as<std::uint8_t>(out, parts, numel, op);
+      return reduce_as<std::uint8_t>(out, parts, numel, op, accumulate);
     case at::kChar:
-      return reduce_as<std::int8_t>(out, parts, numel, op);
+      return reduce_as<std::int8_t>(out, parts, numel, op, accumulate);
     case at::kInt:
-      return reduce_as<std::int32_t>(out, parts, numel, op);
+      return reduce_as<std::int32_t>(out, parts, numel, op, accumulate);
     case at::kLong:
-      return reduce_as<std::int64_t>(out, parts, numel, op);
+      return reduce_as<std::int64_t>(out, parts, numel, op, accumulate);
     case at::kHalf:
-      return reduce_as<at::Half>(out, parts, numel, op);
+      return reduce_as<at::Half>(out, parts, numel, op, accumulate);
     case at::kBFloat16:
-      return reduce_as<at::BFloat16>(out, parts, numel, op);
+      return reduce_as<at::BFloat16>(out, parts, numel, op, accumulate);
     case at::kFloat:
-      return reduce_as<float>(out, parts, numel, op);
+      return reduce_as<float>(out, parts, numel, op, accumulate);
     case at::kDouble:
-      return reduce_as<double>(out, parts, numel, op);
+      return reduce_as<double>(out, parts, numel, op, accumulate);
     default:
       throw InvalidArgument(concatenate("tensors of dtype ", dtype, " cannot be reduced"));
   }
 }
 
-void reduce_with_aten(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+void reduce_with_aten(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op,
+                      bool accumulate) {
   const at::NoGradGuard no_grad;
   const at::ScalarType dtype = out.scalar_type();
   const bool half_type = dtype == at::kBFloat16 || dtype == at::kHalf;
   const at::ScalarType accumulator = half_type ? at::kFloat : dtype;
   at::Tensor result = parts.front().to(accumulator, /*non_blocking=*/false, /*copy=*/true);
-  for (std::size_t part = 1; part < parts.size(); ++part) {
-    const at::Tensor next = parts[part].to(accumulator);
+  const auto add = [&](const at::Tensor& next) {
     if (op == ReduceOp::kSum) {
-      result.add_(next);
+      result.add_(next.to(accumulator));
     } else {
-      result = at::maximum(result, next);
+      result = at::maximum(result, next.to(accumulator));
     }
+  };
+  for (std::size_t part = 1; part < parts.size(); ++part) {
+    add(parts[part]);
+  }
+  if (accumulate) {
+    add(out);
   }
   out.copy_(result);
 }
 
-void reduce_tensors(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+void reduce_tensors(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op,
+                    bool accumulate) {
   if (!out.device().is_cpu()) {
-    reduce_with_aten(out, parts, op);
+    reduce_with_aten(out, parts, op, accumulate);
     return;
   }
   std::vector<const void*> pointers;
@@ -123,7 +138,7 @@ void reduce_tensors(const at::Tensor& out, const std::vector<at::Tensor>& parts,
   for (const at::Tensor& part : parts) {
     pointers.push_back(part.const_data_ptr());
   }
-  reduce_parts(out.mutable_data_ptr(), pointers, out.numel(), out.scalar_type(), op);
+  reduce_parts(out.mutable_data_ptr(), pointers, out.numel(), out.scalar_type(), op, accumulate);
 }
 
 }  // namespace hopshard::detail

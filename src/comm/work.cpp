@@ -6,6 +6,7 @@ namespace {
 class FinishedWork final : public Work {
  public:
   void wait() override {}
+  bool test() override { return true; }
 };
 
 }  // namespace

@@ -16,21 +16,33 @@
 #include <vector>
 
 #include "hopshard/comm/local.hpp"
+#include "hopshard/comm/store.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/core/log.hpp"
 
 namespace hopshard::testing {
 
-using RankFunction = std::function<void(int rank, LocalHub& hub)>;
+/// What the ranks of one test world share: a hub for `local`, and a store for other backends.
+class ThreadWorld : public LocalHub {
+ public:
+  using LocalHub::LocalHub;
+  [[nodiscard]] const StorePtr& store() const { return store_; }
 
-/// Runs `run(rank, hub)` for all ranks, each on its own thread, and rethrows the first error.
+ private:
+  StorePtr store_ = make_memory_store();
+};
+
+using RankFunction = std::function<void(int rank, ThreadWorld& world)>;
+
+/// Runs `run(rank, world)` for all ranks, each on its own thread, and rethrows the first error.
 ///
 /// First the errors of a rank's own: an unwinding rank drops its communicators, so the CommError of
-/// a rank that waits for it may come before its own error arrives here. A rank that throws counts as failed, so the others do not wait for it. After `limit` the hub is
-/// aborted; ranks that even then do not end are a hang outside the hub, which ends the process.
+/// a rank that waits for it may come before its own error arrives here. A rank that throws counts
+/// as failed, so the others do not wait for it. After `limit` the hub is aborted; ranks that even
+/// then do not end are a hang outside the hub, which ends the process.
 inline void run_ranks(int world_size, const RankFunction& run,
                       std::chrono::milliseconds limit = std::chrono::seconds(60)) {
-  LocalHub hub(world_size, limit);
+  ThreadWorld hub(world_size, limit);
   std::mutex mutex;
   std::condition_variable ended;
   int num_running = world_size;

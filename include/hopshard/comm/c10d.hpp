@@ -6,14 +6,20 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 
 #include "hopshard/comm/communicator.hpp"
+#include "hopshard/comm/store.hpp"
 
 namespace c10d {
 class ProcessGroup;
-}
+class Store;
+}  // namespace c10d
 
 namespace hopshard {
+
+/// Makes the process group of a part of a group; called by the members of the part only.
+using MakeProcessGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>(const Group&)>;
 
 /// A communicator over an existing process group; include torch's ProcessGroup.hpp to call it.
 ///
@@ -27,9 +33,14 @@ namespace hopshard {
 ///
 /// @param process_group  its ranks are those of `group`, in the same order.
 /// @param timeout        the time limit of calls that name none.
+/// @param make_part      for split(), which throws ConfigError without it.
 /// @throws InvalidArgument  null, or rank or size differ from the group's.
 [[nodiscard]] CommunicatorPtr make_c10d_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
-    std::chrono::milliseconds timeout);
+    std::chrono::milliseconds timeout, MakeProcessGroup make_part = nullptr);
+
+/// torch's store as ours.
+/// @throws InvalidArgument  null.
+[[nodiscard]] StorePtr make_c10d_store(c10::intrusive_ptr<c10d::Store> store);
 
 }  // namespace hopshard

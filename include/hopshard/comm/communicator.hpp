@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -21,17 +22,26 @@ enum class ReduceOp { kSum, kMax };  // Means are sums scaled by us: see two_hop
 struct CommOptions {
   std::chrono::milliseconds timeout{0};
   std::string tag;  ///< Shown in traces and errors, e.g. "unshard/h.3".
+  /// reduce_scatter only: output = output op (the reduced slot), e.g. to sum over micro-steps.
+  bool accumulate = false;
 };
+
+class Communicator;
+using CommunicatorPtr = std::shared_ptr<Communicator>;
 
 /// Collective operations over one group of ranks.
 ///
 /// Collective: every rank of `group()` makes the same calls in the same order.
 /// Tensors: contiguous, on one device; `n` below counts elements, not bytes.
 /// Lifetime: keep inputs unchanged and outputs alive until `Work::wait()`.
+/// Progress: a call returns at once; it goes on while its ranks wait for other operations, of any
+///   communicator, or compute. Works may be waited for in any order.
 /// Threads: one at a time per communicator; separate communicators are free.
 /// Errors: bad arguments throw InvalidArgument before any byte is sent.
 /// Size 1: every operation is the identity and reaches no backend.
-/// Determinism: sums are taken in the order of the group's ranks on backends that say so.
+/// Sums: bf16 and fp16 are added in fp32 and rounded once, at least within one level of a
+/// hierarchy. Determinism: sums are taken in the order of the group's ranks on backends that say
+/// so.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -51,8 +61,8 @@ class Communicator {
                                    const CommOptions& options = {});
 
   /// Reduces the ranks' inputs element by element; each rank keeps its slot of the result.
-  /// @param output [n]; may be this rank's slot of `input` (in place).
-  /// @param input  [n * size()]; its other slots hold no defined value afterwards.
+  /// @param output [n]; may be this rank's slot of `input` (in place), unless it accumulates.
+  /// @param input  [n * size()]; holds no defined value afterwards, but for the output.
   /// Wire: each rank receives (size() - 1) * n elements.
   [[nodiscard]] WorkPtr reduce_scatter(at::Tensor output, at::Tensor input,
                                        ReduceOp op = ReduceOp::kSum,
@@ -72,11 +82,30 @@ class Communicator {
   virtual void group_begin() {}
   virtual void group_end() {}
 
+  /// The communicator of a part of this group, by the same backend. Collective: all members of the
+  /// part, in the same order; the other ranks need not call it.
+  /// @param part  its ranks are ranks of this group; `part.rank` is this rank's place among them.
+  /// @throws InvalidArgument, CommError, TimeoutError
+  [[nodiscard]] CommunicatorPtr split(Group part);
+
+  /// Zero-filled CPU memory (uint8) [num_bytes] that this backend moves fastest, aligned to 128
+  /// bytes or better. Not collective. Lives as long as the tensor and its views do.
+  /// @throws InvalidArgument  negative; Error: out of memory.
+  [[nodiscard]] at::Tensor allocate(std::int64_t num_bytes);
+
+  /// Prepares memory of the caller's own, e.g. pins or registers it with the network card; a hint.
+  /// Keep it alive as long as the communicator and all split from it. Not collective.
+  void register_memory(const at::Tensor& memory);
+
   /// Wakes every rank of the group that waits, with CommError. Idempotent; any thread may call it.
   virtual void abort(std::string_view reason) = 0;
 
  protected:
   explicit Communicator(Group group);
+
+  /// Ordinary memory, unless a backend has better. `num_bytes` >= 0.
+  virtual at::Tensor do_allocate(std::int64_t num_bytes);
+  virtual void do_register_memory(const at::Tensor& memory);
 
  private:
   virtual WorkPtr do_all_gather(at::Tensor output, at::Tensor input,
@@ -86,9 +115,9 @@ class Communicator {
   virtual WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) = 0;
   virtual WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) = 0;
   virtual void do_barrier(const CommOptions& options) = 0;
+  virtual CommunicatorPtr do_split(Group part) = 0;
 
   Group group_;
 };
-using CommunicatorPtr = std::shared_ptr<Communicator>;
 
 }  // namespace hopshard

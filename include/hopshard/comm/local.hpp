@@ -46,7 +46,7 @@ class LocalHub {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace hopshard

@@ -19,6 +19,9 @@ class Work {
   /// Makes the caller (CPU: this thread) wait for the result. Idempotent.
   /// @throws TimeoutError, CommError  naming backend, op, tag, group and rank.
   virtual void wait() = 0;
+
+  /// True once wait() would return, or throw, without waiting for another rank. Never blocks.
+  [[nodiscard]] virtual bool test() = 0;
 };
 using WorkPtr = std::unique_ptr<Work>;
 

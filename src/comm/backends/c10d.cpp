@@ -191,6 +191,8 @@ class C10dWork final : public Work {
     }
   }
 
+  bool test() override { return waited_ || work_->isCompleted() || health_->reason().has_value(); }
+
   void wait() override {
     if (waited_) {
       if (error_) {
@@ -282,28 +284,24 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
 }
 
 /// output = chunk 0 op chunk 1 op ..., chunk i from rank i of the group.
-void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size, ReduceOp op) {
+void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size, ReduceOp op,
+                   bool accumulate = false) {
   const std::int64_t numel = output.numel();
   std::vector<at::Tensor> parts;
   for (int member = 0; member < size; ++member) {
     parts.push_back(chunks.narrow(0, member * numel, numel));
   }
-  detail::reduce_tensors(output.view({numel}), parts, op);
+  detail::reduce_tensors(output.view({numel}), parts, op, accumulate);
 }
-
-std::string shape_of(const at::Tensor& tensor) {
-  return detail::concatenate(" of ", tensor.numel(), " ", tensor.scalar_type());
-}
-
-const char* name_of(ReduceOp op) { return op == ReduceOp::kSum ? " sum" : " max"; }
 
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
-                   milliseconds timeout)
+                   milliseconds timeout, MakeProcessGroup make_part)
       : Communicator(std::move(group)),
         process_group_(std::move(process_group)),
         timeout_(timeout),
+        make_part_(std::move(make_part)),
         health_(std::make_shared<GroupHealth>(process_group_->getStore(), this->group())) {}
 
   [[nodiscard]] std::string_view backend() const noexcept override { return kBackend; }
@@ -314,8 +312,8 @@ class C10dCommunicator final : public Communicator {
 
  private:
   WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
-    return issue("all_gather", shape_of(input), options, output.is_cpu(),
-                 [&](milliseconds timeout, auto&) {
+    return issue({.op = "all_gather", .numel = input.numel(), .dtype = input.scalar_type()},
+                 options, output.is_cpu(), [&](milliseconds timeout, auto&) {
                    const at::Tensor part = as_bytes(input);
                    return start_all_gather(as_bytes(output), part, timeout, /*in_slots=*/true);
                  });
@@ -323,15 +321,19 @@ class C10dCommunicator final : public Communicator {
 
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                             const CommOptions& options) override {
-    return issue("reduce_scatter", shape_of(input) + name_of(op), options, input.is_cpu(),
-                 [&](milliseconds timeout, auto& finish) {
+    return issue({.op = "reduce_scatter",
+                  .numel = output.numel(),
+                  .dtype = output.scalar_type(),
+                  .reduce_op = op},
+                 options, input.is_cpu(), [&](milliseconds timeout, auto& finish) {
                    at::Tensor to_send = input.view({input.numel()});
                    if (!group().has_identity_slots()) {
                      to_send = in_rank_order(to_send);
                    }
                    const at::Tensor received = at::empty({input.numel()}, input.options());
-                   finish = [to_send, received, output, op, size = size()] {
-                     reduce_chunks(output, received, size, op);
+                   finish = [to_send, received, output, op, size = size(),
+                             accumulate = options.accumulate] {
+                     reduce_chunks(output, received, size, op, accumulate);
                    };
                    c10d::AllToAllOptions torch_options;
                    torch_options.timeout = timeout;
@@ -344,8 +346,11 @@ class C10dCommunicator final : public Communicator {
   }
 
   WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) override {
-    return issue("all_reduce", shape_of(tensor) + name_of(op), options, tensor.is_cpu(),
-                 [&](milliseconds timeout, auto& finish) {
+    return issue({.op = "all_reduce",
+                  .numel = tensor.numel(),
+                  .dtype = tensor.scalar_type(),
+                  .reduce_op = op},
+                 options, tensor.is_cpu(), [&](milliseconds timeout, auto& finish) {
                    const auto gathered_bytes = static_cast<std::int64_t>(tensor.nbytes()) * size();
                    if (op == ReduceOp::kMax || gathered_bytes <= kGatheredSumLimitBytes) {
                      // Maxima always go this way: transports do not agree on what a maximum with
@@ -374,21 +379,22 @@ class C10dCommunicator final : public Communicator {
   }
 
   WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
-    return issue("broadcast", detail::concatenate(shape_of(tensor), " from ", root), options,
-                 tensor.is_cpu(), [&](milliseconds timeout, auto&) {
-                   c10d::BroadcastOptions torch_options;
-                   torch_options.rootRank = root;
-                   torch_options.timeout = timeout;
-                   std::vector<at::Tensor> tensors = {as_bytes(tensor)};
-                   return process_group_->broadcast(tensors, torch_options);
-                 });
+    return issue(
+        {.op = "broadcast", .numel = tensor.numel(), .dtype = tensor.scalar_type(), .root = root},
+        options, tensor.is_cpu(), [&](milliseconds timeout, auto&) {
+          c10d::BroadcastOptions torch_options;
+          torch_options.rootRank = root;
+          torch_options.timeout = timeout;
+          std::vector<at::Tensor> tensors = {as_bytes(tensor)};
+          return process_group_->broadcast(tensors, torch_options);
+        });
   }
 
   void do_barrier(const CommOptions& options) override {
     const std::vector<c10::Device> devices = process_group_->getDeviceTypes();
     const bool has_cpu = std::any_of(devices.begin(), devices.end(),
                                      [](const c10::Device& device) { return device.is_cpu(); });
-    issue("barrier", "", options, has_cpu, [&](milliseconds timeout, auto&) {
+    issue({.op = "barrier"}, options, has_cpu, [&](milliseconds timeout, auto&) {
       c10d::BarrierOptions torch_options;
       torch_options.timeout = timeout;
       if (has_cpu) {
@@ -398,12 +404,24 @@ class C10dCommunicator final : public Communicator {
     })->wait();
   }
 
+  CommunicatorPtr do_split(Group part) override {
+    HOPSHARD_CHECK(make_part_, ConfigError, "c10d split of group '", group().name,
+                   "': this communicator was made without a function that makes process groups");
+    if (part.size() == 1) {
+      return std::make_shared<C10dCommunicator>(process_group_, std::move(part), timeout_,
+                                                make_part_);
+    }
+    return make_c10d_communicator(make_part_(part), std::move(part), timeout_, make_part_);
+  }
+
   /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its
-  /// own buffers alive, `finish` the others. `what` is compared across ranks with op and tag.
+  /// own buffers alive, `finish` the others. `operation` is compared across ranks.
   template <typename Start>
-  WorkPtr issue(std::string_view op, const std::string& what, const CommOptions& options,
-                bool is_on_cpu, Start start) {
-    const std::string call_text = detail::describe_call(kBackend, op, options.tag, group());
+  WorkPtr issue(detail::OperationText operation, const CommOptions& options, bool is_on_cpu,
+                Start start) {
+    operation.tag = options.tag;
+    const std::string call_text =
+        detail::describe_call(kBackend, operation.op, options.tag, group());
     if (const auto reason = health_->reason()) {
       throw CommError(detail::concatenate(
           call_text, ": the group is unusable since an earlier failure: ", *reason));
@@ -413,8 +431,7 @@ class C10dCommunicator final : public Communicator {
     std::function<void()> finish;
     try {
       if (is_on_cpu) {
-        agree_on(detail::concatenate(op, " ", detail::describe_tag(options.tag), what), call_text,
-                 timeout);
+        agree_on(detail::to_string(operation), call_text, timeout);
       }
       TorchWork work = start(timeout, finish);
       return std::make_unique<C10dWork>(health_, call_text, timeout, is_on_cpu, std::move(work),
@@ -475,13 +492,59 @@ class C10dCommunicator final : public Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   milliseconds timeout_;
+  MakeProcessGroup make_part_;
   std::shared_ptr<GroupHealth> health_;
+};
+
+class C10dStore final : public Store {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, std::string_view value) override {
+    try {
+      store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+    } catch (const std::exception& error) {
+      throw CommError(
+          detail::concatenate("the rendezvous store lost '", key, "': ", text_of(error)));
+    }
+  }
+
+  std::string get(const std::string& key, milliseconds timeout) override {
+    try {
+      store_->wait({key}, timeout);
+      const std::vector<std::uint8_t> value = store_->get(key);
+      return {value.begin(), value.end()};
+    } catch (const std::exception& error) {
+      const std::string cause = text_of(error);
+      HOPSHARD_CHECK(!says_timed_out(cause), TimeoutError, "no rank wrote '", key, "' within ",
+                     timeout.count(), " ms");
+      throw CommError(detail::concatenate("the rendezvous store failed at '", key, "': ", cause));
+    }
+  }
+
+  bool has(const std::string& key) override {
+    try {
+      return store_->check({key});
+    } catch (const std::exception& error) {
+      throw CommError(
+          detail::concatenate("the rendezvous store failed at '", key, "': ", text_of(error)));
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
 };
 
 }  // namespace
 
+StorePtr make_c10d_store(c10::intrusive_ptr<c10d::Store> store) {
+  HOPSHARD_CHECK(store, InvalidArgument, "the store is None");
+  return std::make_shared<C10dStore>(std::move(store));
+}
+
 CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                                       Group group, std::chrono::milliseconds timeout) {
+                                       Group group, std::chrono::milliseconds timeout,
+                                       MakeProcessGroup make_part) {
   group.validate();
   HOPSHARD_CHECK(process_group, InvalidArgument, "group '", group.name,
                  "': the process group is None; this process is not a member of it");
@@ -492,7 +555,8 @@ CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> pr
                  "; make it with torch.distributed.new_group(group.ranks)");
   HOPSHARD_CHECK(timeout.count() > 0, InvalidArgument, "group '", group.name,
                  "': the time limit must be positive, got ", timeout.count(), " ms");
-  return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(group), timeout);
+  return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(group), timeout,
+                                            std::move(make_part));
 }
 
 }  // namespace hopshard

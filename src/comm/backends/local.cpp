@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -42,11 +43,12 @@ std::string_view to_string(Kind kind) {
   return "";
 }
 
-/// One rank's part in an operation. All members except the buffers must agree.
+/// One rank's part in an operation. All members but the buffers and `accumulate` must agree.
 struct Call {
   Kind kind = Kind::kBarrier;
   std::string tag;
   ReduceOp reduce_op = ReduceOp::kSum;
+  bool accumulate = false;  ///< A rank's own affair.
   int root = -1;
   std::int64_t numel = 0;  ///< Of the part: n of the contract.
   at::ScalarType dtype = at::ScalarType::Undefined;
@@ -59,18 +61,14 @@ struct Call {
   }
 
   [[nodiscard]] std::string text() const {
-    if (kind == Kind::kBarrier) {
-      return detail::concatenate("barrier ", detail::describe_tag(tag));
-    }
-    std::string text = detail::concatenate(to_string(kind), " ", detail::describe_tag(tag), " of ",
-                                           numel, " ", dtype);
-    if (kind == Kind::kReduceScatter || kind == Kind::kAllReduce) {
-      text += detail::concatenate(" (", detail::to_string(reduce_op), ")");
-    }
-    if (root >= 0) {
-      text += detail::concatenate(" from root ", root);
-    }
-    return text;
+    const bool reduces = kind == Kind::kReduceScatter || kind == Kind::kAllReduce;
+    return detail::to_string(
+        detail::OperationText{.op = to_string(kind),
+                              .tag = tag,
+                              .numel = numel,
+                              .dtype = dtype,
+                              .reduce_op = reduces ? std::optional(reduce_op) : std::nullopt,
+                              .root = root});
   }
 };
 
@@ -204,6 +202,12 @@ class LocalGroup {
     }
   }
 
+  [[nodiscard]] bool test(const Operation& operation) {
+    const std::lock_guard lock(mutex_);
+    return operation.state == Operation::State::kDone ||
+           operation.state == Operation::State::kFailed;
+  }
+
   /// A rank unwinds and drops its part: nobody should wait for it, and it waits for nobody.
   void withdraw(Operation& operation, std::size_t member) {
     std::unique_lock lock(mutex_);
@@ -326,7 +330,8 @@ class LocalGroup {
           for (std::size_t from = 0; from < size; ++from) {
             parts.push_back(input_of(from) + slots_[to] * bytes);
           }
-          detail::reduce_parts(output_of(to), parts, first.numel, first.dtype, first.reduce_op);
+          detail::reduce_parts(output_of(to), parts, first.numel, first.dtype, first.reduce_op,
+                               operation.calls[to]->accumulate);
         }
         break;
       case Kind::kAllReduce: {
@@ -397,6 +402,8 @@ class LocalWork final : public Work {
     group_->wait(*operation_, timeout_, member_, call_text_);
   }
 
+  bool test() override { return group_->test(*operation_); }
+
  private:
   std::shared_ptr<LocalGroup> group_;
   std::shared_ptr<Operation> operation_;
@@ -407,11 +414,16 @@ class LocalWork final : public Work {
   bool waited_ = false;
 };
 
+using MakeCommunicator = std::function<CommunicatorPtr(Group)>;
+
 class LocalCommunicator final : public Communicator {
  public:
   LocalCommunicator(Group group, std::shared_ptr<LocalGroup> shared,
-                    std::chrono::milliseconds timeout)
-      : Communicator(std::move(group)), shared_(std::move(shared)), timeout_(timeout) {}
+                    std::chrono::milliseconds timeout, MakeCommunicator split)
+      : Communicator(std::move(group)),
+        shared_(std::move(shared)),
+        timeout_(timeout),
+        split_(std::move(split)) {}
 
   ~LocalCommunicator() override { shared_->leave(member()); }
 
@@ -434,6 +446,7 @@ class LocalCommunicator final : public Communicator {
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                             const CommOptions& options) override {
     Call call{.kind = Kind::kReduceScatter, .tag = options.tag, .reduce_op = op};
+    call.accumulate = options.accumulate;
     call.numel = output.numel();
     return issue(std::move(call), std::move(output), std::move(input), options);
   }
@@ -455,6 +468,8 @@ class LocalCommunicator final : public Communicator {
         ->wait();
   }
 
+  CommunicatorPtr do_split(Group part) override { return split_(std::move(part)); }
+
   WorkPtr issue(Call call, at::Tensor output, at::Tensor input, const CommOptions& options) {
     std::string call_text =
         detail::describe_call(kBackend, to_string(call.kind), options.tag, group());
@@ -473,6 +488,7 @@ class LocalCommunicator final : public Communicator {
 
   std::shared_ptr<LocalGroup> shared_;
   std::chrono::milliseconds timeout_;
+  MakeCommunicator split_;
 };
 
 }  // namespace
@@ -491,6 +507,8 @@ struct LocalHub::State {
   std::map<Key, Generations> groups;
   std::optional<std::string> aborted;
   std::map<int, std::string> failed_ranks;  ///< Global rank and why.
+
+  static CommunicatorPtr communicator(const std::shared_ptr<State>& state, Group group);
 };
 
 namespace {
@@ -502,7 +520,7 @@ std::string failed_rank_text(int global_rank, std::string_view reason) {
 }  // namespace
 
 LocalHub::LocalHub(int world_size, std::chrono::milliseconds timeout)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_shared<State>()) {
   HOPSHARD_CHECK(world_size >= 1, InvalidArgument, "a LocalHub needs at least one rank, got ",
                  world_size);
   HOPSHARD_CHECK(timeout.count() > 0, InvalidArgument,
@@ -515,14 +533,14 @@ LocalHub::~LocalHub() = default;
 
 int LocalHub::world_size() const noexcept { return state_->world_size; }
 
-CommunicatorPtr LocalHub::communicator(Group group) {
+CommunicatorPtr LocalHub::State::communicator(const std::shared_ptr<State>& state, Group group) {
   group.validate();
   for (const int rank : group.ranks) {
-    HOPSHARD_CHECK(rank < state_->world_size, InvalidArgument, "group '", group.name,
-                   "' holds rank ", rank, ", but the hub has ranks 0..", state_->world_size - 1);
+    HOPSHARD_CHECK(rank < state->world_size, InvalidArgument, "group '", group.name,
+                   "' holds rank ", rank, ", but the hub has ranks 0..", state->world_size - 1);
   }
-  const std::lock_guard lock(state_->mutex);
-  auto& generations = state_->groups[{group.name, group.ranks}];
+  const std::lock_guard lock(state->mutex);
+  auto& generations = state->groups[{group.name, group.ranks}];
   generations.num_requests.resize(group.ranks.size(), 0);
   const std::size_t generation = generations.num_requests[static_cast<std::size_t>(group.rank)];
   if (generation == generations.groups.size()) {
@@ -533,15 +551,21 @@ CommunicatorPtr LocalHub::communicator(Group group) {
                  "': global rank ", group.global_rank(),
                  " gives other slots than the member that came first; all must give the same");
   ++generations.num_requests[static_cast<std::size_t>(group.rank)];
-  if (state_->aborted) {
-    shared->poison({FailureKind::kComm, *state_->aborted});
+  if (state->aborted) {
+    shared->poison({FailureKind::kComm, *state->aborted});
   }
-  for (const auto& [rank, reason] : state_->failed_ranks) {
+  for (const auto& [rank, reason] : state->failed_ranks) {
     if (shared->has_member(rank)) {
       shared->poison({FailureKind::kComm, failed_rank_text(rank, reason)});
     }
   }
-  return std::make_shared<LocalCommunicator>(std::move(group), shared, state_->timeout);
+  return std::make_shared<LocalCommunicator>(
+      std::move(group), shared, state->timeout,
+      [state](Group part) { return communicator(state, std::move(part)); });
+}
+
+CommunicatorPtr LocalHub::communicator(Group group) {
+  return State::communicator(state_, std::move(group));
 }
 
 void LocalHub::abort(std::string_view reason) {

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "../reduce_parts.hpp"
 #include "hopshard/core/error.hpp"
 
 namespace hopshard {
@@ -29,6 +30,7 @@ class RecordingCommunicator final : public Communicator {
       : Communicator(std::move(group)),
         inner_(std::move(inner)),
         meter_(std::move(meter)),
+        ranks_per_node_(ranks_per_node),
         log_(std::move(log)) {
     const auto& ranks = this->group().ranks;
     const auto next_member = static_cast<std::size_t>((rank() + 1) % size());
@@ -85,12 +87,9 @@ class RecordingCommunicator final : public Communicator {
     }
     const at::NoGradGuard no_grad;
     const std::int64_t numel = output.numel();
-    const at::Tensor flat_output = output.view({numel});
     const at::Tensor part = input.view({input.numel()}).narrow(0, group().my_slot() * numel, numel);
-    if (part.const_data_ptr() != flat_output.const_data_ptr()) {
-      flat_output.copy_(part);
-    }
-    reduce_equal_data(flat_output, op);
+    const std::vector<at::Tensor> parts(static_cast<std::size_t>(size()), part);
+    detail::reduce_tensors(output.view({numel}), parts, op, options.accumulate);
     return make_finished_work();
   }
 
@@ -117,6 +116,22 @@ class RecordingCommunicator final : public Communicator {
     count("barrier", options, at::Tensor(), 0);
     if (inner_) {
       inner_->barrier(options);
+    }
+  }
+
+  CommunicatorPtr do_split(Group part) override {
+    CommunicatorPtr inner = inner_ ? inner_->split(part) : nullptr;
+    return std::make_shared<RecordingCommunicator>(std::move(inner), std::move(part), meter_,
+                                                   ranks_per_node_, log_);
+  }
+
+  at::Tensor do_allocate(std::int64_t num_bytes) override {
+    return inner_ ? inner_->allocate(num_bytes) : Communicator::do_allocate(num_bytes);
+  }
+
+  void do_register_memory(const at::Tensor& memory) override {
+    if (inner_) {
+      inner_->register_memory(memory);
     }
   }
 
@@ -153,6 +168,7 @@ class RecordingCommunicator final : public Communicator {
 
   CommunicatorPtr inner_;
   std::shared_ptr<Meter> meter_;
+  int ranks_per_node_;
   std::shared_ptr<CallLog> log_;
   std::string_view link_;
 };

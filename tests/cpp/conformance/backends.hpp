@@ -12,37 +12,50 @@
 #include <string>
 #include <vector>
 
-#include "hopshard/comm/decorators.hpp"
-#include "hopshard/comm/local.hpp"
-#include "hopshard/comm/recording.hpp"
+#include "hopshard/comm/registry.hpp"
+#include "hopshard/comm/store.hpp"
+#include "support/thread_world.hpp"
 
 namespace hopshard::testing {
 
 struct Backend {
   std::string name;
-  CommunicatorPtr (*make)(LocalHub& hub, const Group& group);
+  /// Called once by each member of a group.
+  CommunicatorPtr (*make)(ThreadWorld& world, const Group& group);
+  /// `local` underneath: its exact texts are expected, and a group survives a disagreement.
+  bool is_reference = false;
+  /// Made of other communicators, whose own operations its errors may be about.
+  bool is_composite = false;
+  /// Ranks beyond this are left out: e.g. a composite of pairs, or a slow transport.
+  int max_ranks = 8;
+  /// False for those that need all ranks of a node layout, or an even number of ranks.
+  bool takes_any_group = true;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Backend& backend) {
   return out << backend.name;
 }
 
-inline std::vector<Backend> conforming_backends() {
-  return {
-      {"local", [](LocalHub& hub, const Group& group) { return hub.communicator(group); }},
-      {"recording",
-       [](LocalHub& hub, const Group& group) {
-         return make_recording_communicator(hub.communicator(group), group,
-                                            std::make_shared<Meter>(), /*ranks_per_node=*/2);
-       }},
-      {"delayed",
-       [](LocalHub& hub, const Group& group) {
-         DelayedOptions options;
-         options.seed = 7;
-         options.max_delay = std::chrono::microseconds(200);
-         return make_delayed_communicator(hub.communicator(group), options);
-       }},
-  };
+// Each in <name>_backends.cpp; empty where this build does not have the backend.
+std::vector<Backend> local_backends();
+std::vector<Backend> shm_backends();
+std::vector<Backend> mpi_backends();
+std::vector<Backend> nccl_backends();
+std::vector<Backend> ofi_backends();
+std::vector<Backend> hierarchical_backends();
+
+std::vector<Backend> conforming_backends();
+
+/// Connects `group` through the world's store by a backend of the registry.
+inline CommunicatorPtr connect_in(ThreadWorld& world, std::string_view backend,
+                                  const Group& group) {
+  std::string prefix = group.name;
+  for (const int rank : group.ranks) {
+    prefix += "/" + std::to_string(rank);
+  }
+  return connect_backend(backend, {.store = make_prefix_store(world.store(), prefix),
+                                   .group = group,
+                                   .timeout = std::chrono::seconds(30)});
 }
 
 inline const std::vector<at::ScalarType>& numeric_dtypes() {
@@ -86,7 +99,7 @@ void expect_equal(const at::Tensor& tensor, Formula formula) {
   }
 }
 
-/// Slots to try: none, reversed, and those of slice order for two nodes where the size is even.
+/// Slots to try: none, reversed and rotated.
 inline std::vector<std::vector<int>> slot_choices(int size) {
   std::vector<std::vector<int>> choices = {{}};
   std::vector<int> reversed;

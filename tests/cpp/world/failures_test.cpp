@@ -36,6 +36,7 @@ class Tagless final : public Communicator {
     return inner_->broadcast(std::move(tensor), root);
   }
   void do_barrier(const CommOptions& /*named*/) override { inner_->barrier(); }
+  CommunicatorPtr do_split(Group part) override { return inner_->split(std::move(part)); }
 
   CommunicatorPtr inner_;
 };

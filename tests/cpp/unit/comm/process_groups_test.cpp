@@ -83,8 +83,9 @@ TEST(Registry, ListsTheBackendsAndExplainsUnknownOnes) {
     require_backend("ncll");
     ADD_FAILURE() << "no error";
   } catch (const ConfigError& error) {
-    EXPECT_EQ(std::string(error.what()),
-              "unknown backend 'ncll'; this build knows local, recording, c10d");
+    EXPECT_EQ(
+        std::string(error.what()),
+        "unknown backend 'ncll'; this build knows local, recording, c10d, shm, mpi, nccl, ofi");
   }
 }
 
