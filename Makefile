@@ -75,7 +75,7 @@ format:  ## Rewrite all sources in the house's format
 	@$(BIN)/ruff check --quiet --fix-only $(wildcard $(PY_DIRS))
 	@$(BIN)/ruff format --quiet $(wildcard $(PY_DIRS))
 
-bench: build  ## All benchmarks; each prints one JSON line per row
+bench: build  ## The benchmarks of training; collectives: see benchmarks/README.md
 	@for file in benchmarks/python/*.py; do echo "--- $$file"; $(PYTHON) "$$file"; done
 
 docs: build  ## Rewrite the generated tables and check every link in the documentation

@@ -3,6 +3,7 @@
 include_guard(GLOBAL)
 include(CMakePackageConfigHelpers)
 
+get_property(HOPSHARD_INSTALLED_WITH_MPI GLOBAL PROPERTY HOPSHARD_HAS_MPI)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" HOPSHARD_TORCH_MINOR "${HOPSHARD_TORCH_VERSION}")
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/hopshard")
 get_property(layers GLOBAL PROPERTY HOPSHARD_LAYERS)

@@ -84,12 +84,13 @@ function(hopshard_add_layer name)
   set_property(GLOBAL APPEND PROPERTY HOPSHARD_LAYERS ${target})
 endfunction()
 
-# hopshard_add_test(<layer or name> [TENSORS] SOURCES <.cpp>... [DEPENDS <layer>...])
+# hopshard_add_test(<layer or name> [TENSORS] [NO_CTEST] SOURCES <.cpp>... [DEPENDS <layer>...])
 #
 # One executable test_<layer> and one ctest entry: loading torch once per case would cost more
-# than the cases. Without sources nothing is declared.
+# than the cases. Without sources nothing is declared. NO_CTEST: the caller adds the entries, e.g.
+# because a launcher starts the executable.
 function(hopshard_add_test layer)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "TENSORS" "TIMEOUT_S" "SOURCES;DEPENDS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "TENSORS;NO_CTEST" "TIMEOUT_S" "SOURCES;DEPENDS")
   if(NOT arg_SOURCES)
     return()
   endif()
@@ -110,6 +111,9 @@ function(hopshard_add_test layer)
     target_compile_options(${target} PRIVATE -fPIC)
     target_link_libraries(${target} PRIVATE hopshard::torch_cpu)
     hopshard_reuse_precompiled_header(${target})
+  endif()
+  if(arg_NO_CTEST)
+    return()
   endif()
   add_test(NAME ${target} COMMAND ${target} --gtest_brief=1)
   if(NOT arg_TIMEOUT_S)

@@ -10,13 +10,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly lock=requirements-lock.txt
 readonly torch_version="${TORCH_VERSION:-}"
 readonly required_packages=(cmake ninja-build g++ libgtest-dev)
-readonly optional_packages=(ccache libgmock-dev clang-format clang-tidy git)
+readonly optional_packages=(ccache libgmock-dev clang-format clang-tidy git
+  libopenmpi-dev openmpi-bin libfabric-dev iproute2)
 readonly python_packages=(python3-venv python3-dev)
 
 say() { echo "setup: $*" >&2; }
 
 has_header() {
   echo "#include <$1>" | "${CXX:-g++}" -x c++ -fsyntax-only - 2>/dev/null
+}
+
+has_mpi_header() {
+  # Debian keeps mpi.h in a folder that only MPI's own compiler wrapper knows.
+  CXX=mpicxx has_header mpi.h || has_header mpi.h
 }
 
 # Prints the Debian packages out of the arguments whose content is not there.
@@ -27,6 +33,10 @@ missing_packages() {
       ninja-build) command -v ninja ;;
       libgtest-dev) has_header gtest/gtest.h ;;
       libgmock-dev) has_header gmock/gmock.h ;;
+      libopenmpi-dev) has_mpi_header ;;
+      openmpi-bin) command -v mpirun ;;
+      libfabric-dev) has_header rdma/fabric.h ;;
+      iproute2) command -v ip ;;
       *) command -v "$package" ;;
     esac >/dev/null || echo "$package"
   done

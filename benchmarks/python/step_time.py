@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import pathlib
-import platform
+import pickle
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # For examples.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # For the imports below.
 
 import hopshard as hs
 import torch
@@ -33,14 +33,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks._rows import Figure, Results, Row, make_meta, summarise
 from examples.gpt2.model import GPT2, SHAPES, GPT2Config
 
-ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 MODELS: Final = {
     "tiny": SHAPES["tiny"],
     "small": GPT2Config(num_layers=8, num_heads=8, hidden=512, context=128, vocabulary_size=256),
 }
 SEED: Final = 0
+ROWS_FILE: Final = "HOPSHARD_BENCHMARK_ROWS"  # Set for ranks: where rank 0 leaves its rows.
 LOSS_TOLERANCE: Final = 1e-5  # Relative, over the verified steps.
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -69,17 +70,26 @@ class Runner:
 
 def main() -> int:
     arguments = parse_arguments()
-    if "HOPSHARD_BENCHMARK_RANK" in os.environ:
+    if ROWS_FILE in os.environ:
         return run_rank(arguments)
     # One process per rank, started as a user would, and fresh ones for each degree: process groups
     # of one system must not outlive its row.
     command = [sys.executable, "-m", "hopshard.cli", "run", "-n", str(arguments.ranks)]
     command += ["--no-prefix", str(pathlib.Path(__file__).resolve()), *sys.argv[1:]]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "HOPSHARD_BENCHMARK_RANK": "1"}
-    for degree in arguments.degrees.split(","):
-        finished = subprocess.run([*command, "--degrees", degree], check=False, env=environment)
-        if finished.returncode != 0:
-            return finished.returncode
+    config = {name: value for name, value in vars(arguments).items() if name != "json"}
+    results = Results(make_meta("step_time", config))
+    with tempfile.TemporaryDirectory(prefix="hopshard_step_time_") as folder:
+        rows_file = pathlib.Path(folder) / "rows.pickle"
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, ROWS_FILE: str(rows_file)}
+        for degree in arguments.degrees.split(","):
+            finished = subprocess.run([*command, "--degrees", degree], check=False, env=environment)
+            if finished.returncode != 0:
+                return finished.returncode
+            results.rows += pickle.loads(rows_file.read_bytes())
+    results.figures = make_figures(results.rows)
+    results.show()
+    if arguments.json:
+        results.write(arguments.json)
     return 0
 
 
@@ -92,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=2, help="micro-steps per step")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each system")
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it works")
+    parser.add_argument("--json", metavar="FILE", help="also write {meta, rows, figures} here")
     return parser.parse_args()
 
 
@@ -106,15 +117,15 @@ def run_rank(arguments: argparse.Namespace) -> int:
         steps=3 if arguments.quick else arguments.steps,
         verified_steps=3 if arguments.quick else 8,
     )
-    row = measure(settings)
+    rows = measure(settings)
     if hs.rank() == 0:
-        print(json.dumps(row), flush=True)
+        pathlib.Path(os.environ[ROWS_FILE]).write_bytes(pickle.dumps(rows))
     hs.shutdown()
     return 0
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """One row. Collective: all ranks.
+def measure(settings: Settings) -> list[Row]:
+    """The rows of one degree. Collective: all ranks.
 
     Raises:
         SystemExit: two systems do not produce the same losses.
@@ -141,7 +152,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             runner.step(micro_batches)
             dist.barrier()  # A step ends when the slowest rank is done.
             samples[runner.name].append(time.perf_counter() - begin)
-    return make_row(settings, samples, losses, differences, meter)
+    return make_rows(settings, samples, losses, differences, meter)
 
 
 def builders(settings: Settings) -> list[Callable[[Settings, MakeOptimizer], Runner]]:
@@ -267,81 +278,48 @@ def compare(losses: dict[str, list[float]]) -> dict[str, float]:
     return differences
 
 
-def make_row(
+def make_rows(
     settings: Settings,
     samples: dict[str, list[float]],
     losses: dict[str, list[float]],
     differences: dict[str, float],
     meter: Any,
-) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+) -> list[Row]:
+    """One row per system. ``bytes`` are those of the parameters."""
     sent = {
         link: meter.value(f"comm/sent_{link}_bytes") // settings.steps
         for link in ("intra_node", "inter_node")
     }
-    return {
-        "benchmark": "step_time",
-        "config": vars(settings),
-        "parameters": sum(p.numel() for p in build_model(settings).parameters()),
-        "seconds_median": {name: round(value, 6) for name, value in medians.items()},
-        "seconds_p95": {name: round(p95(values), 6) for name, values in samples.items()},
-        "ratio_to_hopshard": {
-            name: round(value / medians["hopshard"], 4) for name, value in medians.items()
-        },
-        "tokens_per_s": round(
-            settings.ranks
-            * settings.accumulation
-            * settings.batch
-            * MODELS[settings.model].context
-            / medians["hopshard"],
-            1,
-        ),
-        "hopshard_bytes_sent_per_step": sent,
-        "final_loss": round(losses["hopshard"][-1], 6),
-        "largest_loss_difference": {n: float(f"{d:.2e}") for n, d in differences.items()},
-        "commit": commit(),
-        "machine": machine(),
-    }
+    tokens = settings.ranks * settings.accumulation * settings.batch
+    tokens *= MODELS[settings.model].context
+    num_bytes = 4 * sum(p.numel() for p in build_model(settings).parameters())
+    rows = []
+    for name, values in samples.items():
+        details = {
+            "degree": settings.degree,
+            "tokens_per_s": round(tokens / statistics.median(values), 1),
+            "loss_difference": float(f"{differences[name]:.2e}"),
+            "final_loss": round(losses[name][-1], 6),
+        }
+        if name == "hopshard":
+            details |= {f"{link}_bytes": value for link, value in sent.items()}
+        places = (hs.num_nodes(), settings.ranks)
+        rows.append(summarise("train_step", "gloo", name, places, num_bytes, values, details))
+    return rows
 
 
-def p95(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-
-
-def commit() -> str:
-    """The commit, "+changes" if the tree differs from it, or what stands for it outside git."""
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        changed = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return f"none, version {hs.__version__}"
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return {
-        "processor": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads_per_rank": torch.get_num_threads(),
-    }
+def make_figures(rows: Sequence[Row]) -> list[Figure]:
+    """How many times as fast as the others hopshard is, per degree."""
+    figures = []
+    for ours in (row for row in rows if row.algorithm == "hopshard"):
+        degree = ours.details["degree"]
+        for peer in rows:
+            if peer.details["degree"] == degree and peer is not ours:
+                name = f"step, degree {degree}: times as fast as {peer.algorithm}"
+                details = {"ours_ms": ours.median_ms, "peer_ms": peer.median_ms}
+                value = peer.median_ms / ours.median_ms
+                figures.append(Figure(name, value, None, "higher", details))
+    return figures
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store as TorchStore
 
 __version__: str
 build_id: str
@@ -196,6 +197,9 @@ class Work:
             TimeoutError, CommError: naming backend, operation, tag, group and rank.
         """
 
+    def test(self) -> bool:
+        """True once ``wait`` would not wait for another rank. Never blocks."""
+
 class Communicator:
     """Collective operations over one group of ranks.
 
@@ -232,11 +236,13 @@ class Communicator:
         op: str = "sum",
         tag: str = "",
         timeout_ms: int = 0,
+        accumulate: bool = False,
     ) -> Work:
         """Reduces ``input`` [n * size] over the ranks; each keeps its slot as ``output`` [n].
 
-        ``output`` may be this rank's slot of ``input``, whose other slots hold no defined value
-        afterwards. ``op`` is "sum" or "max".
+        ``output`` may be this rank's slot of ``input``, which holds no defined value elsewhere
+        afterwards. ``op`` is "sum" or "max"; ``accumulate`` also applies it to what ``output``
+        held.
         """
 
     def all_reduce(
@@ -251,6 +257,15 @@ class Communicator:
 
     def barrier(self, tag: str = "", timeout_ms: int = 0) -> None:
         """Returns when every rank of the group has called it."""
+
+    def split(self, part: Group) -> Communicator:
+        """The communicator of a part of this group. Collective: the members of the part."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Zero-filled memory (uint8) that this backend moves fastest. Not collective."""
+
+    def register_memory(self, memory: torch.Tensor) -> None:
+        """Prepares memory of the caller's own; a hint. Not collective."""
 
     def abort(self, reason: str) -> None:
         """Wakes every rank of the group that waits, with CommError. Any thread may call it."""
@@ -316,8 +331,16 @@ class LocalHub:
     def rank_failed(self, global_rank: int, reason: str) -> None:
         """Says that a rank is gone: everything that needs it fails at once, naming it."""
 
-def c10d_communicator(process_group: ProcessGroup, group: Group, timeout_ms: int) -> Communicator:
-    """A communicator over a torch process group of the same ranks in the same order."""
+def c10d_communicator(
+    process_group: ProcessGroup,
+    group: Group,
+    timeout_ms: int,
+    make_part: Callable[[Group], ProcessGroup] | None = None,
+) -> Communicator:
+    """A communicator over a torch process group of the same ranks in the same order.
+
+    ``make_part`` makes the process group of a part, for ``split``.
+    """
 
 def recording_communicator(
     inner: Communicator | None,
@@ -338,8 +361,126 @@ def delayed_communicator(
 ) -> Communicator:
     """``inner`` with delays and faults, for tests. Calls are counted from 0."""
 
-def backends() -> dict[str, str | None]:
-    """Known backends; None: available, else why not."""
+class Store:
+    """Where ranks leave addresses and keys before they are connected. Any thread."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str, timeout_ms: int) -> str:
+        """Waits until the key is there.
+
+        Raises:
+            TimeoutError: nobody wrote it in time.
+        """
+
+    def prefixed(self, prefix: str) -> Store:
+        """The part of the store whose keys begin with ``prefix/``."""
+
+def memory_store() -> Store:
+    """A store for ranks that are threads of this process."""
+
+def c10d_store(store: TorchStore) -> Store:
+    """torch's store as ours."""
+
+class BackendInfo:
+    """A transport, and whether it can be used here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def summary(self) -> str:
+        """One line for a user who chooses."""
+
+    @property
+    def why_not(self) -> str | None:
+        """None: available."""
+
+def backends() -> list[BackendInfo]:
+    """All known backends, the reference first."""
+
+def connect_backend(name: str, store: Store, group: Group, timeout_ms: int) -> Communicator:
+    """The first communicator of a group; all others are split from it.
+
+    Collective: the group. ``store`` needs fresh keys: prefix it if a group is connected again.
+
+    Raises:
+        ConfigError: no such backend, or not available here (says why).
+    """
+
+class NodeLinkCosts:
+    """What a message costs inside and between nodes; see hopshard.link_costs."""
+
+    def __init__(
+        self,
+        intra_alpha_us: float,
+        intra_gb_per_s: float,
+        inter_alpha_us: float,
+        inter_gb_per_s: float,
+    ) -> None: ...
+
+def predict_us(
+    op: str,
+    algorithm: str,
+    num_nodes: int,
+    ranks_per_node: int,
+    num_bytes: int,
+    costs: NodeLinkCosts,
+) -> float:
+    """Microseconds of a collective by the model of topology/link_cost.hpp.
+
+    Args:
+        op: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "barrier".
+        algorithm: "flat" or "hierarchical".
+        num_nodes: Of the group.
+        ranks_per_node: Of the group.
+        num_bytes: Of the whole buffer.
+        costs: Of the links.
+    """
+
+def has_slice_order(group: Group, num_nodes: int, ranks_per_node: int) -> bool:
+    """True if the group's slots are l * N + j for local place l on node j (D2)."""
+
+class NodeParts:
+    """How a group lies on nodes, if two levels apply to it."""
+
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def ranks_per_node(self) -> int:
+        """Members of the group on each node."""
+
+    @property
+    def intra_node(self) -> Group:
+        """Those on the caller's node."""
+
+    @property
+    def inter_node(self) -> Group:
+        """Those with the caller's place, one per node."""
+
+def plan_node_parts(group: Group, ranks_per_node: int) -> NodeParts | None:
+    """The parts of a two-level communicator; None unless k >= 2 ranks lie on each of N >= 2 nodes.
+
+    ``ranks_per_node`` is the world's: rank r is on node r // ranks_per_node.
+    """
+
+def hierarchical_communicator(
+    group: Group,
+    intra_node: Communicator,
+    inter_node: Communicator,
+    store: Store | None,
+    timeout_ms: int,
+) -> Communicator:
+    """Both levels as one; they belong to it from here on."""
+
+def selecting_communicator(
+    flat: Communicator,
+    hierarchical: Communicator | None,
+    num_nodes: int,
+    ranks_per_node: int,
+    costs: NodeLinkCosts,
+    algorithm: str = "auto",
+    store: Store | None = None,
+) -> Communicator:
+    """Picks one of both per call: "auto", or always "flat" or "hierarchical" where it can."""
 
 class ProcessGroups:
     """The communicators of one rank."""

@@ -16,6 +16,9 @@ from hopshard.errors import ConfigError
 
 _MIB: Final = 1024 * 1024
 
+BACKENDS: Final = ("c10d", "shm", "mpi", "nccl", "ofi")
+"""Transports that processes can use."""
+
 ALIASES: Final[Mapping[str, str]] = {
     "dp_shard_size": "sharded_data_parallel_degree",
     "hybrid_shard_degree": "sharded_data_parallel_degree",
@@ -27,6 +30,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "HOPSHARD_RANKS_PER_NODE": "ranks_per_node",
     "HOPSHARD_TIMEOUT_S": "timeout_s",
     "HOPSHARD_LOG_LEVEL": "log_level",
+    "HOPSHARD_BACKEND": "backend",
+    "HOPSHARD_LINK_COSTS": "link_costs",
 }
 """Environment variables that fill a field which the program left at its default."""
 
@@ -57,9 +62,23 @@ class Config(BaseModel):
     shards it over all. Must divide the world size. Aliases: ``dp_shard_size``,
     ``hybrid_shard_degree``."""
 
-    backend: Literal["auto", "c10d"] = "auto"
-    """Transport of the collectives. ``auto`` takes the best one that is available here;
-    ``c10d`` is a torch process group (gloo on CPU)."""
+    backend: str = Field(
+        default="auto",
+        pattern=rf"^(auto|({'|'.join(BACKENDS)})(\+({'|'.join(BACKENDS)}))?)$",
+        json_schema_extra={
+            "legal": f"'auto', one of {', '.join(map(repr, BACKENDS))}, or one inside nodes and "
+            "one between them: 'shm+c10d'"
+        },
+    )
+    """Transport of the collectives: ``c10d`` (torch's gloo), ``shm``, ``mpi``, ``ofi`` or ``nccl``,
+    or one inside nodes and one between them, such as ``shm+c10d``. ``auto`` takes the best that
+    all ranks have: shared memory inside nodes, EFA or gloo between them. ``hopshard doctor`` lists
+    them. Environment: ``HOPSHARD_BACKEND``."""
+
+    link_costs: str = ""
+    """File that ``hopshard tune`` wrote: what the links cost, by which flat or two-level
+    collectives are chosen per call. Empty: built-in costs. Environment:
+    ``HOPSHARD_LINK_COSTS``."""
 
     timeout_s: float = Field(default=300.0, gt=0, le=86400)
     """Seconds that one collective, or the start-up of the world, may wait for its peers before it
@@ -136,7 +155,7 @@ class Config(BaseModel):
             text = environ.get(variable, "").strip()
             if not text or name in values:
                 continue
-            value = _parse(text) if name != "log_level" else text
+            value = _parse(text) if _is_number(name) else text
             try:
                 Config(**{name: value})
             except ConfigError as error:
@@ -180,6 +199,10 @@ def _explain_unknown(key: str) -> str:
     return f"unknown configuration key '{key}'{hint} Known keys: {', '.join(sorted(known_keys()))}"
 
 
+def _is_number(name: str) -> bool:
+    return Config.model_fields[name].annotation in (int, float, int | None)
+
+
 def _parse(text: str) -> Any:
     """A number where the text is one; the field decides whether it may be."""
     for kind in (int, float):
@@ -193,6 +216,8 @@ def _parse(text: str) -> Any:
 def _legal(name: str) -> str:
     field = Config.model_fields[name]
     schema = Config.model_json_schema()["properties"][name]
+    if "legal" in schema:
+        return f"{schema['legal']} (default {field.default!r})"
     variants = schema.get("anyOf", [schema])
     words: list[str] = []
     for variant in variants:
@@ -201,7 +226,12 @@ def _legal(name: str) -> str:
         elif variant["type"] == "null":
             words.append("None")
         else:
-            kind = {"integer": "an integer", "number": "a number", "boolean": "True or False"}
+            kind = {
+                "integer": "an integer",
+                "number": "a number",
+                "boolean": "True or False",
+                "string": "text",
+            }
             word = kind[variant["type"]]
             if "minimum" in variant:
                 word += f" >= {variant['minimum']:g}"

@@ -1,15 +1,17 @@
-"""Torch process groups under a world: the default one, the sub-groups, and their store.
+"""Torch process groups under a world: the default one, those of parts, and their store.
 
 Groups are made in Python, because torch's wheels bring no gloo headers; ``_C.c10d_communicator``
-takes them from there. Next: world.py.
+takes them from there. Next: transports.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
+import os
+from collections import Counter
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -26,7 +28,9 @@ class TorchGroups:
     def __init__(self) -> None:
         self.owns_default = False
         """``connect_default`` created torch's default group."""
-        self._made: list[dist.ProcessGroup] = []
+        self._beside: dist.ProcessGroup | None = None
+        self._num_made: Counter[tuple[int, ...]] = Counter()
+        self._num_worlds = 0
         # Kept until the process ends: rank 0 may serve it to the others.
         self._store: Store | None = None
         self._num_connects = 0
@@ -35,6 +39,8 @@ class TorchGroups:
         self, launch: LaunchEnvironment, config: Config
     ) -> tuple[dist.ProcessGroup, LaunchEnvironment]:
         """Torch's default group, created if there is none, or a gloo one beside it."""
+        self._num_worlds += 1
+        self._num_made.clear()
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
             if (rank, size) != (launch.rank, launch.size):
@@ -49,9 +55,8 @@ class TorchGroups:
             assert group is not None
             if "gloo" in str(dist.get_backend_config(group)):
                 return group, launch
-            beside = dist.new_group(backend="gloo", timeout=time_limit(config))
-            self._made.append(beside)
-            return beside, launch
+            self._beside = dist.new_group(backend="gloo", timeout=time_limit(config))
+            return self._beside, launch
         try:
             dist.init_process_group(
                 "gloo",
@@ -71,39 +76,42 @@ class TorchGroups:
         assert group is not None
         return group, launch
 
-    def connect_sub_groups(
-        self, layout: _C.GroupLayout, everyone: dist.ProcessGroup, rank: int, config: Config
-    ) -> Callable[[_C.Group], _C.Communicator | None]:
-        """Creates all groups on all ranks, in one order, as torch requires."""
-        size = layout.world_size
-        members = [layout.sharding_group(r) for r in range(0, size, layout.degree)]
-        members += [layout.replication_group(r) for r in range(layout.degree)]
-        known: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(size)): everyone}
-        for ranks in map(tuple, members):
-            if len(ranks) > 1 and ranks not in known:
-                made = dist.new_group(list(ranks), backend="gloo", timeout=time_limit(config))
-                if rank in ranks:
-                    known[ranks] = made
-                    self._made.append(made)
+    def store(self) -> Store:
+        """A part of the default group's store that nobody else writes to. Not collective."""
+        default = dist.group.WORLD
+        assert default is not None
+        return PrefixStore(f"hopshard/world{self._num_worlds}", _store_of(default))
 
-        def connect(group: _C.Group) -> _C.Communicator | None:
-            process_group = known.get(tuple(group.ranks))
-            if process_group is None:
-                return None  # One rank: every operation is the identity.
-            return _C.c10d_communicator(process_group, group, milliseconds(config))
+    def serves_store(self, rank: int) -> bool:
+        """The other ranks lose the job's store when this process ends."""
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return self.owns_default and rank == 0 and not by_launcher
 
-        return connect
+    def make_group(self, group: _C.Group, config: Config) -> dist.ProcessGroup:
+        """A gloo group of some ranks.
+
+        Collective: its members only, where ``torch.distributed.new_group`` needs all ranks.
+        """
+        ranks = tuple(group.ranks)
+        self._num_made[ranks] += 1
+        name = f"gloo/{'_'.join(map(str, ranks))}/{self._num_made[ranks]}"
+        store = PrefixStore(name, self.store())
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        made = dist.ProcessGroup(store, group.rank, group.size)
+        made._set_default_backend(gloo)
+        backend = dist.ProcessGroupGloo(store, group.rank, group.size, time_limit(config))
+        backend._set_sequence_number_for_group()
+        made._register_backend(torch.device("cpu"), gloo, backend)
+        return made
 
     def drop(self, *, destroy_default: bool) -> None:
-        """Destroys the sub-groups, and the default group if ``connect_default`` created it."""
+        """Destroys the default group if ``connect_default`` created it, else the one beside it."""
         alive = dist.is_available() and dist.is_initialized()
-        for group in reversed(self._made):
-            if alive:
-                with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                    dist.destroy_process_group(
-                        group
-                    )  # The program may have destroyed it before us.
-        self._made.clear()
+        if self._beside is not None and alive:
+            # The program may have destroyed it before us.
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(self._beside)
+        self._beside = None
         if destroy_default and self.owns_default:
             if alive:
                 dist.destroy_process_group()
@@ -123,6 +131,12 @@ class TorchGroups:
             self._store, _, _ = next(connected)
         self._num_connects += 1
         return PrefixStore(f"hopshard/{self._num_connects}", self._store)
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    assert store is not None
+    return store
 
 
 def time_limit(config: Config) -> datetime.timedelta:

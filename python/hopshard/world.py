@@ -1,8 +1,8 @@
 """The world that this process (or this thread, in tests) is a rank of.
 
 ``init`` finds the launcher, connects the ranks, proves that they agree and builds the groups of
-the layout (D1). The transport below is a torch process group, or a ``LocalHub`` where threads act
-as ranks. Next: model.py.
+the layout (D1), over the transports that fit, or over a ``LocalHub`` where threads act as ranks.
+Next: model.py.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ import pathlib
 import socket
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
-
-import torch.distributed as dist
 
 from hopshard import _C
 from hopshard.config import Config
 from hopshard.consistency import as_items, check_agreement, exchange_texts
 from hopshard.endings import ExceptHook, await_idle_gloo, reporting_excepthook
-from hopshard.errors import ConfigError, Error
+from hopshard.errors import ConfigError, Error, InvalidArgument
 from hopshard.launch_env import (
     Place,
     derive_ranks_per_node,
     detect_launch,
 )
+from hopshard.link_costs import LinkCosts, describe_link_costs, load_link_costs
 from hopshard.torch_groups import TorchGroups, milliseconds
+from hopshard.transports import Algorithm, Choice, Offer, Transports, choose
 
 _log = logging.getLogger("hopshard")
 
 _EXIT_LIMIT_S: Final = 5.0  # How long a failed rank may take to end before it is cut off.
+_STORE_GRACE_S: Final = 1.0
+"""How long a failed rank still serves the store, in which the others look for the reason."""
 _MAX_GROUPS_SHOWN: Final = 4
 
 
@@ -61,6 +65,8 @@ class World:
     local_rank: int
     """Place on its node; follows ``ranks_per_node`` where that emulates nodes."""
     local_size: int
+    transports: Transports | None = None
+    """Makes the communicators of processes; None where ranks are threads."""
 
     @property
     def node(self) -> int:
@@ -69,6 +75,41 @@ class World:
     @property
     def num_nodes(self) -> int:
         return self.layout.node_of(self.size - 1) + 1
+
+    def connect(
+        self, backend: str, ranks: Sequence[int] | None = None, algorithm: Algorithm = "auto"
+    ) -> _C.Communicator:
+        """A communicator of one's own, beside those of the world; two ranks or more.
+
+        Collective: ``ranks``.
+
+        Args:
+            backend: One name for a flat communicator, or one inside nodes and one between them
+                ("shm+c10d"), whose chunks lie in slice order.
+            ranks: Global ranks in ascending order; None is all.
+            algorithm: "flat" or "hierarchical" for one of them at every size; "auto" picks per
+                call.
+
+        Raises:
+            ConfigError: no such backend, not available here, or no two-level group.
+        """
+        members = list(range(self.size)) if ranks is None else list(ranks)
+        if self.rank not in members or len(members) < 2:
+            raise InvalidArgument(
+                f"connect needs two ranks or more, this rank ({self.rank}) among them: {members}"
+            )
+        slots: list[int] = []
+        if "+" in backend:
+            # Two levels gather in place only where chunks lie in slice order.
+            counts = list(Counter(map(self.layout.node_of, members)).values())
+            if len(set(counts)) == 1:
+                slots = _C.SliceOrder(len(counts), counts[0]).slots()
+        group = _C.Group(f"{backend}{members}", members, members.index(self.rank), slots)
+        if self.transports is None:
+            raise ConfigError("ranks that are threads are connected by their hub only")
+        made = self.transports.connect(group, Choice.parse(backend), algorithm)
+        assert made is not None
+        return made
 
     def barrier(self) -> None:
         """Returns when all ranks have called it. Collective: the world."""
@@ -356,7 +397,7 @@ def _join_hub(seat: ThreadSeat, config: Config) -> World:
         size=seat.size,
         find_ranks_per_node=lambda _: per_node,
         connect_world=connect,
-        connect_groups=lambda _: connect,
+        transports_of=lambda _: None,
     )
 
 
@@ -370,11 +411,29 @@ def _join_processes(config: Config) -> World:
     def connect_world(world: _C.Group) -> _C.Communicator:
         return _C.c10d_communicator(group, world, milliseconds(config))
 
+    offers: list[Offer] = []
+
     def find_ranks_per_node(world: _C.Communicator) -> int:
-        place = [socket.gethostname(), launch.local_rank if launch.local_size else None]
-        texts = exchange_texts(world, json.dumps(place), tag="places")
-        places = [Place(host, local) for host, local in map(json.loads, texts)]
+        host = socket.gethostname()
+        node_id = os.environ.get("HOPSHARD_NODE_ID") or None
+        local_rank = launch.local_rank if launch.local_size and node_id is None else None
+        mine = [node_id or host, local_rank, asdict(Offer.here(host))]
+        texts = exchange_texts(world, json.dumps(mine), tag="places")
+        everyone = [json.loads(text) for text in texts]
+        offers[:] = [Offer(**offer) for _, _, offer in everyone]
+        places = [Place(node, local) for node, local, _ in everyone]
         return config.ranks_per_node or derive_ranks_per_node(places)
+
+    def transports_of(layout: _C.GroupLayout) -> Transports:
+        return Transports(
+            choose(config.backend, offers, layout.node_of),
+            store=_C.c10d_store(_process.groups.store()),
+            make_process_group=lambda part: _process.groups.make_group(part, config),
+            ranks_per_node=layout.ranks_per_node,
+            # The ranks hold equal files, or equal errors, which all of them raise here.
+            costs=load_link_costs(config.link_costs) if config.link_costs else LinkCosts(),
+            timeout_ms=milliseconds(config),
+        )
 
     world = _build(
         config,
@@ -383,13 +442,12 @@ def _join_processes(config: Config) -> World:
         size=launch.size,
         find_ranks_per_node=find_ranks_per_node,
         connect_world=connect_world,
-        connect_groups=lambda layout: _process.groups.connect_sub_groups(
-            layout, group, launch.rank, config
-        ),
+        transports_of=transports_of,
     )
     _C.set_log_level(config.log_level)
     if world.rank == 0 and config.log_level in ("debug", "info"):
-        backend = f"{world.groups.world.backend} ({dist.get_backend(group)})"
+        assert world.transports is not None
+        backend = world.transports.choice.describe(world.num_nodes)
         text = describe_layout(world.layout, launcher=launch.launcher, backend=backend)
         print(text, file=sys.stderr, flush=True)
     return world
@@ -403,20 +461,25 @@ def _build(
     size: int,
     find_ranks_per_node: Callable[[_C.Communicator], int],
     connect_world: Callable[[_C.Group], _C.Communicator],
-    connect_groups: Callable[[_C.GroupLayout], Callable[[_C.Group], _C.Communicator | None]],
+    transports_of: Callable[[_C.GroupLayout], Transports | None],
 ) -> World:
     """The order matters: ranks that disagree on the degree would wait in different groups."""
     everyone = connect_world(_C.Group("world", list(range(size)), rank))
-    agreed = {**as_items(config.must_agree()), "code version": json.dumps(code_version())}
+    agreed = {
+        **as_items(config.must_agree()),
+        "code version": json.dumps(code_version()),
+        "link_costs file": describe_link_costs(config.link_costs),
+    }
     check_agreement(everyone, "configuration", agreed)
     layout = _C.GroupLayout(
         size, find_ranks_per_node(everyone), config.sharded_data_parallel_degree
     )
     meter = _C.Meter()
-    connect = connect_groups(layout)
+    transports = transports_of(layout)
 
     def connect_and_record(group: _C.Group) -> _C.Communicator:
-        return _C.recording_communicator(connect(group), group, meter, layout.ranks_per_node)
+        connected = transports.connect(group) if transports else connect_world(group)
+        return _C.recording_communicator(connected, group, meter, layout.ranks_per_node)
 
     groups = _C.make_process_groups(layout, rank, connect_and_record)
     here = layout.node_of(rank)
@@ -430,6 +493,7 @@ def _build(
         size=size,
         local_rank=layout.local_rank_of(rank),
         local_size=sum(layout.node_of(r) == here for r in range(size)),
+        transports=transports,
     )
 
 
@@ -458,6 +522,8 @@ def _wake_peers(reason: str) -> None:
     _process.failed = True
     if _process.world is not None:
         _process.world.abort(f"rank {_process.world.rank} failed: {reason}")
+        if _process.groups.serves_store(_process.world.rank):
+            time.sleep(_STORE_GRACE_S)
 
 
 def _at_exit() -> None:

@@ -8,9 +8,12 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
 #include "bindings.hpp"
+#include "hopshard/collectives/hierarchical_communicator.hpp"
+#include "hopshard/collectives/select.hpp"
 #include "hopshard/comm/c10d.hpp"
 #include "hopshard/comm/communicator.hpp"
 #include "hopshard/comm/decorators.hpp"
@@ -18,8 +21,10 @@
 #include "hopshard/comm/process_groups.hpp"
 #include "hopshard/comm/recording.hpp"
 #include "hopshard/comm/registry.hpp"
+#include "hopshard/comm/store.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/metrics/meter.hpp"
+#include "hopshard/topology/link_cost.hpp"
 
 namespace hopshard::python {
 
@@ -44,10 +49,24 @@ class PyWork {
   }
 
   void wait() const { work_->wait(); }
+  [[nodiscard]] bool test() const { return work_->test(); }
 
  private:
   WorkPtr work_;
 };
+
+/// What Python gets to hold. The end of a communicator may wait for a thread of its own, and that
+/// thread may need the GIL, to let go of a tensor that Python has seen.
+CommunicatorPtr without_gil_at_its_end(CommunicatorPtr communicator) {
+  Communicator* const raw = communicator.get();
+  return {raw, [held = std::move(communicator)](Communicator* /*raw*/) mutable {
+            std::optional<py::gil_scoped_release> release;
+            if (PyGILState_Check() == 1) {
+              release.emplace();
+            }
+            held.reset();
+          }};
+}
 
 ReduceOp parse_op(const std::string& op) {
   if (op == "sum") {
@@ -58,8 +77,10 @@ ReduceOp parse_op(const std::string& op) {
   return ReduceOp::kMax;
 }
 
-CommOptions make_options(std::string tag, Milliseconds timeout_ms) {
-  return {.timeout = std::chrono::milliseconds(timeout_ms), .tag = std::move(tag)};
+CommOptions make_options(std::string tag, Milliseconds timeout_ms, bool accumulate = false) {
+  return {.timeout = std::chrono::milliseconds(timeout_ms),
+          .tag = std::move(tag),
+          .accumulate = accumulate};
 }
 
 /// The returned Work is made without the GIL and becomes a Python object with it.
@@ -100,7 +121,9 @@ void bind_group(py::module_& m) {
 }
 
 void bind_communicator(py::module_& m) {
-  py::class_<PyWork>(m, "Work", "A collective in flight.").def("wait", &PyWork::wait, ReleaseGil());
+  py::class_<PyWork>(m, "Work", "A collective in flight.")
+      .def("wait", &PyWork::wait, ReleaseGil())
+      .def("test", &PyWork::test, ReleaseGil());
 
   py::class_<Communicator, CommunicatorPtr>(m, "Communicator",
                                             "Collective operations over one group of ranks.")
@@ -122,14 +145,14 @@ void bind_communicator(py::module_& m) {
       .def(
           "reduce_scatter",
           [](Communicator& self, at::Tensor output, at::Tensor input, const std::string& op,
-             std::string tag, Milliseconds timeout_ms) {
+             std::string tag, Milliseconds timeout_ms, bool accumulate) {
             return issue([&] {
               return self.reduce_scatter(std::move(output), std::move(input), parse_op(op),
-                                         make_options(std::move(tag), timeout_ms));
+                                         make_options(std::move(tag), timeout_ms, accumulate));
             });
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("tag") = "",
-          py::arg("timeout_ms") = 0)
+          py::arg("timeout_ms") = 0, py::arg("accumulate") = false)
       .def(
           "all_reduce",
           [](Communicator& self, at::Tensor tensor, const std::string& op, std::string tag,
@@ -156,6 +179,14 @@ void bind_communicator(py::module_& m) {
             self.barrier(make_options(std::move(tag), timeout_ms));
           },
           py::arg("tag") = "", py::arg("timeout_ms") = 0, ReleaseGil())
+      .def(
+          "split",
+          [](Communicator& self, Group part) {
+            return without_gil_at_its_end(self.split(std::move(part)));
+          },
+          py::arg("part"), ReleaseGil())
+      .def("allocate", &Communicator::allocate, py::arg("num_bytes"), ReleaseGil())
+      .def("register_memory", &Communicator::register_memory, py::arg("memory"), ReleaseGil())
       .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());
 }
 
@@ -167,7 +198,12 @@ void bind_backends(py::module_& m) {
            }),
            py::arg("world_size"), py::arg("timeout_ms") = LocalHub::kDefaultTimeout.count())
       .def_property_readonly("world_size", &LocalHub::world_size)
-      .def("communicator", &LocalHub::communicator, py::arg("group"), ReleaseGil())
+      .def(
+          "communicator",
+          [](LocalHub& self, Group group) {
+            return without_gil_at_its_end(self.communicator(std::move(group)));
+          },
+          py::arg("group"), ReleaseGil())
       .def("abort", &LocalHub::abort, py::arg("reason"), ReleaseGil())
       .def("rank_failed", &LocalHub::rank_failed, py::arg("global_rank"), py::arg("reason"),
            ReleaseGil());
@@ -175,18 +211,61 @@ void bind_backends(py::module_& m) {
   m.def(
       "c10d_communicator",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, Group group,
-         Milliseconds timeout_ms) {
-        return make_c10d_communicator(process_group, std::move(group),
-                                      std::chrono::milliseconds(timeout_ms));
+         Milliseconds timeout_ms, MakeProcessGroup make_part) {
+        return without_gil_at_its_end(make_c10d_communicator(process_group, std::move(group),
+                                                             std::chrono::milliseconds(timeout_ms),
+                                                             std::move(make_part)));
       },
-      py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"));
+      py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"),
+      py::arg("make_part") = py::none());
+
+  py::class_<Store, StorePtr>(m, "Store", "Where ranks leave addresses before they are connected.")
+      .def(
+          "set",
+          [](Store& self, const std::string& key, const std::string& value) {
+            self.set(key, value);
+          },
+          py::arg("key"), py::arg("value"), ReleaseGil())
+      .def(
+          "get",
+          [](Store& self, const std::string& key, Milliseconds timeout_ms) {
+            return self.get(key, std::chrono::milliseconds(timeout_ms));
+          },
+          py::arg("key"), py::arg("timeout_ms"), ReleaseGil())
+      .def(
+          "prefixed",
+          [](StorePtr self, std::string prefix) {
+            return make_prefix_store(std::move(self), std::move(prefix));
+          },
+          py::arg("prefix"));
+  m.def("memory_store", &make_memory_store);
+  m.def("c10d_store", &make_c10d_store, py::arg("store"));
+
+  py::class_<BackendInfo>(m, "BackendInfo", "A transport, and whether it can be used here.")
+      .def_readonly("name", &BackendInfo::name)
+      .def_readonly("summary", &BackendInfo::summary)
+      .def_readonly("why_not", &BackendInfo::why_not)
+      .def("__repr__", [](const BackendInfo& self) {
+        return detail::concatenate("BackendInfo('", self.name, "', ",
+                                   self.why_not ? *self.why_not : "available", ")");
+      });
+  m.def("backends", &backends);
+  m.def(
+      "connect_backend",
+      [](const std::string& name, StorePtr store, Group group, Milliseconds timeout_ms) {
+        return without_gil_at_its_end(
+            connect_backend(name, {.store = std::move(store),
+                                   .group = std::move(group),
+                                   .timeout = std::chrono::milliseconds(timeout_ms)}));
+      },
+      py::arg("name"), py::arg("store"), py::arg("group"), py::arg("timeout_ms"), ReleaseGil());
 
   m.def(
       "recording_communicator",
       [](CommunicatorPtr inner, Group group, std::shared_ptr<Meter> meter, int ranks_per_node,
          std::shared_ptr<CallLog> log) {
-        return make_recording_communicator(std::move(inner), std::move(group), std::move(meter),
-                                           ranks_per_node, std::move(log));
+        return without_gil_at_its_end(make_recording_communicator(
+            std::move(inner), std::move(group), std::move(meter), ranks_per_node, std::move(log)));
       },
       py::arg("inner").none(true), py::arg("group"), py::arg("meter"), py::arg("ranks_per_node"),
       py::arg("log") = py::none());
@@ -201,19 +280,92 @@ void bind_backends(py::module_& m) {
         options.fail_at_call = fail_at_call;
         options.hang_at_call = hang_at_call;
         options.hang_limit = std::chrono::milliseconds(hang_limit_ms);
-        return make_delayed_communicator(std::move(inner), options);
+        return without_gil_at_its_end(make_delayed_communicator(std::move(inner), options));
       },
       py::arg("inner"), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
       py::arg("fail_at_call") = -1, py::arg("hang_at_call") = -1,
       py::arg("hang_limit_ms") = 60'000);
+}
 
-  m.def("backends", [] {
-    py::dict result;
-    for (const BackendInfo& backend : backends()) {
-      result[py::str(backend.name)] = py::cast(backend.why_not);
+Selection parse_selection(const std::string& text) {
+  if (text == "flat") {
+    return Selection::kFlat;
+  }
+  if (text == "hierarchical") {
+    return Selection::kHierarchical;
+  }
+  HOPSHARD_CHECK(text == "auto", InvalidArgument, "unknown algorithm '", text,
+                 "'; legal are 'auto', 'flat' and 'hierarchical'");
+  return Selection::kByCost;
+}
+
+CollectiveOp parse_collective(const std::string& text) {
+  for (const CollectiveOp op :
+       {CollectiveOp::kAllGather, CollectiveOp::kReduceScatter, CollectiveOp::kAllReduce,
+        CollectiveOp::kBroadcast, CollectiveOp::kBarrier}) {
+    if (to_string(op) == text) {
+      return op;
     }
-    return result;
-  });
+  }
+  throw InvalidArgument("unknown collective '" + text + "'");
+}
+
+void bind_hierarchy(py::module_& m) {
+  py::class_<NodeLinkCosts>(m, "NodeLinkCosts", "What a message costs inside and between nodes.")
+      .def(py::init([](double intra_alpha_us, double intra_gb_per_s, double inter_alpha_us,
+                       double inter_gb_per_s) {
+             return NodeLinkCosts{.intra_node = {intra_alpha_us, intra_gb_per_s},
+                                  .inter_node = {inter_alpha_us, inter_gb_per_s}};
+           }),
+           py::arg("intra_alpha_us"), py::arg("intra_gb_per_s"), py::arg("inter_alpha_us"),
+           py::arg("inter_gb_per_s"));
+  m.def(
+      "predict_us",
+      [](const std::string& op, const std::string& algorithm, int num_nodes, int ranks_per_node,
+         std::int64_t num_bytes, const NodeLinkCosts& costs) {
+        const Selection which = parse_selection(algorithm);
+        HOPSHARD_CHECK(which != Selection::kByCost, InvalidArgument,
+                       "a prediction is for 'flat' or 'hierarchical'");
+        return predict_us(parse_collective(op),
+                          which == Selection::kFlat ? Algorithm::kFlat : Algorithm::kHierarchical,
+                          {.num_nodes = num_nodes, .ranks_per_node = ranks_per_node}, num_bytes,
+                          costs);
+      },
+      py::arg("op"), py::arg("algorithm"), py::arg("num_nodes"), py::arg("ranks_per_node"),
+      py::arg("num_bytes"), py::arg("costs"));
+  m.def("has_slice_order", &has_slice_order, py::arg("group"), py::arg("num_nodes"),
+        py::arg("ranks_per_node"));
+  py::class_<NodeParts>(m, "NodeParts", "How a group lies on nodes, if two levels apply to it.")
+      .def_readonly("num_nodes", &NodeParts::num_nodes)
+      .def_readonly("ranks_per_node", &NodeParts::ranks_per_node)
+      .def_readonly("intra_node", &NodeParts::intra_node)
+      .def_readonly("inter_node", &NodeParts::inter_node);
+  m.def("plan_node_parts", &plan_node_parts, py::arg("group"), py::arg("ranks_per_node"));
+  m.def(
+      "hierarchical_communicator",
+      [](Group group, CommunicatorPtr intra_node, CommunicatorPtr inter_node, StorePtr store,
+         Milliseconds timeout_ms) {
+        return without_gil_at_its_end(make_hierarchical_communicator(
+            std::move(group), std::move(intra_node), std::move(inter_node),
+            {.timeout = std::chrono::milliseconds(timeout_ms), .store = std::move(store)}));
+      },
+      py::arg("group"), py::arg("intra_node"), py::arg("inter_node"), py::arg("store").none(true),
+      py::arg("timeout_ms"));
+  m.def(
+      "selecting_communicator",
+      [](CommunicatorPtr flat, CommunicatorPtr hierarchical, int num_nodes, int ranks_per_node,
+         NodeLinkCosts costs, const std::string& algorithm, StorePtr store) {
+        return without_gil_at_its_end(make_selecting_communicator(
+            std::move(flat), std::move(hierarchical),
+            {.shape = {.num_nodes = num_nodes, .ranks_per_node = ranks_per_node},
+             .costs = costs,
+             .selection = parse_selection(algorithm),
+             .store = std::move(store),
+             .meter = nullptr}));
+      },
+      py::arg("flat"), py::arg("hierarchical").none(true), py::arg("num_nodes"),
+      py::arg("ranks_per_node"), py::arg("costs"), py::arg("algorithm") = "auto",
+      py::arg("store") = py::none());
 }
 
 void bind_meter(py::module_& m) {
@@ -275,6 +427,7 @@ void bind_comm(py::module_& m) {
   bind_communicator(m);
   bind_meter(m);
   bind_backends(m);
+  bind_hierarchy(m);
   bind_process_groups(m);
 }
 

@@ -3,16 +3,14 @@
 #include "hopshard/comm/communicator.hpp"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 
 #include "describe.hpp"
+#include "hopshard/comm/memory.hpp"
 #include "hopshard/core/error.hpp"
 #include "reduce_parts.hpp"
 
@@ -206,20 +204,7 @@ void Communicator::register_memory(const at::Tensor& memory) {
   do_register_memory(memory);
 }
 
-at::Tensor Communicator::do_allocate(std::int64_t num_bytes) {
-  constexpr std::size_t kAlignment = 4096;
-  const std::size_t rounded =
-      std::max<std::size_t>((static_cast<std::size_t>(num_bytes) + kAlignment - 1) / kAlignment,
-                            1) *
-      kAlignment;
-  void* data = std::aligned_alloc(kAlignment, rounded);
-  HOPSHARD_CHECK(data != nullptr, Error, "out of memory: ", rounded,
-                 " bytes are needed for group '", group_.name, "'");
-  std::memset(data, 0, rounded);
-  return at::from_blob(
-      data, {num_bytes}, [](void* memory) { std::free(memory); },
-      at::TensorOptions().dtype(at::kByte));
-}
+at::Tensor Communicator::do_allocate(std::int64_t num_bytes) { return allocate_memory(num_bytes); }
 
 void Communicator::do_register_memory(const at::Tensor& /*memory*/) {}
 

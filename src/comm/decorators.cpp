@@ -39,6 +39,9 @@ class DelayedCommunicator final : public Communicator {
         random_(options.seed * 1'000'003u + static_cast<std::uint64_t>(group().global_rank())) {}
 
   [[nodiscard]] std::string_view backend() const noexcept override { return inner_->backend(); }
+  [[nodiscard]] Algorithm algorithm(CollectiveOp op, std::int64_t num_bytes) const override {
+    return inner_->algorithm(op, num_bytes);
+  }
   void group_begin() override { inner_->group_begin(); }
   void group_end() override { inner_->group_end(); }
 

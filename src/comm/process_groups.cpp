@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 
 #include "hopshard/core/error.hpp"
 
@@ -88,6 +89,49 @@ Group make_sharding_group(const GroupLayout& layout, int rank) {
 Group make_replication_group(const GroupLayout& layout, int rank) {
   check_rank(layout, rank);
   return make_group("replication", layout, rank, layout.replication_group(rank));
+}
+
+std::optional<NodeParts> plan_node_parts(const Group& group, int ranks_per_node) {
+  group.validate();
+  HOPSHARD_CHECK(ranks_per_node >= 1, InvalidArgument, "ranks_per_node must be at least 1, got ",
+                 ranks_per_node);
+  const auto node_of = [&](std::size_t member) { return group.ranks[member] / ranks_per_node; };
+  const std::size_t size = group.ranks.size();
+  std::size_t k = 1;
+  while (k < size && node_of(k) == node_of(0)) {
+    ++k;
+  }
+  if (k < 2 || k == size || size % k != 0) {
+    return std::nullopt;
+  }
+  std::set<int> nodes;
+  for (std::size_t member = 0; member < size; ++member) {
+    if (node_of(member) != node_of(member - member % k)) {
+      return std::nullopt;
+    }
+    nodes.insert(node_of(member));
+  }
+  if (nodes.size() != size / k) {
+    return std::nullopt;  // A node's members are not neighbours in the group.
+  }
+  const auto me = static_cast<std::size_t>(group.rank);
+  NodeParts parts;
+  parts.num_nodes = static_cast<int>(size / k);
+  parts.ranks_per_node = static_cast<int>(k);
+  for (std::size_t member = 0; member < size; ++member) {
+    if (member / k == me / k) {
+      parts.intra_node.ranks.push_back(group.ranks[member]);
+    }
+    if (member % k == me % k) {
+      parts.inter_node.ranks.push_back(group.ranks[member]);
+    }
+  }
+  const std::string kind = group.name.substr(0, group.name.find('['));
+  parts.intra_node.rank = static_cast<int>(me % k);
+  parts.intra_node.name = kind + "_intra_node" + describe_ranks(parts.intra_node.ranks);
+  parts.inter_node.rank = static_cast<int>(me / k);
+  parts.inter_node.name = kind + "_inter_node" + describe_ranks(parts.inter_node.ranks);
+  return parts;
 }
 
 ProcessGroups make_process_groups(const GroupLayout& layout, int rank,

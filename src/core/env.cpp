@@ -1,5 +1,6 @@
 #include "hopshard/core/env.hpp"
 
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
@@ -12,14 +13,27 @@ namespace {
 constexpr double kMaxTimeoutS = 86'400.0;
 constexpr int kMaxRanksPerNode = 65'536;
 
-constexpr std::array<EnvVariable, 3> kVariables{{
+constexpr auto kVariables = std::to_array<EnvVariable>({
     {"HOPSHARD_LOG_LEVEL", "debug, info, warning, error, off", "info",
      "The least severe messages that are printed to stderr."},
     {"HOPSHARD_TIMEOUT_S", "a number of seconds above 0, at most 86400", "300",
      "How long a collective waits for its peers before it raises TimeoutError."},
     {"HOPSHARD_RANKS_PER_NODE", "a whole number from 1 to 65536", "what the launcher says",
      "Ranks per node; on one machine it lets several nodes be played."},
-}};
+    {"HOPSHARD_BACKEND", "auto, a backend's name, or one inside nodes and one between: shm+c10d",
+     "auto", "The transport of the collectives; hopshard doctor lists them."},
+    {"HOPSHARD_NODE_ID", "any text", "the host name",
+     "The node that this rank is on: ranks with equal ids share a node."},
+    {"HOPSHARD_LINK_COSTS", "a path", "built-in costs",
+     "A file that hopshard tune wrote: flat or two-level collectives are chosen by it."},
+    {"HOPSHARD_OFI_PROVIDER", "auto, or a name that fi_info prints: efa, tcp, net, shm", "auto",
+     "The libfabric provider of the ofi backend; auto takes efa where there is one, else tcp."},
+    {"HOPSHARD_OFI_INTERFACE", "interface names or addresses, separated by commas",
+     "all EFA cards; else one interface",
+     "The network cards of the ofi backend; large messages are spread over them."},
+    {"HOPSHARD_OFI_ALLOW_TCP", "0, 1", "0",
+     "1 lets the ofi backend use sockets on a machine that has EFA devices."},
+});
 
 constexpr std::array<std::string_view, 5> kLevelNames{"debug", "info", "warning", "error", "off"};
 
@@ -57,6 +71,11 @@ int parse_ranks(const EnvVariable& variable, std::string_view value) {
   return ranks;
 }
 
+bool parse_flag(const EnvVariable& variable, std::string_view value) {
+  if (value != "0" && value != "1") reject(variable, value);
+  return value == "1";
+}
+
 std::optional<std::string> read_process_environment(std::string_view name) {
   // Nothing in this process calls setenv. NOLINTNEXTLINE(concurrency-mt-unsafe)
   const char* value = std::getenv(std::string(name).c_str());
@@ -65,10 +84,11 @@ std::optional<std::string> read_process_environment(std::string_view name) {
 
 }  // namespace
 
-const std::array<EnvVariable, 3>& env_variables() noexcept { return kVariables; }
+std::span<const EnvVariable> env_variables() noexcept { return kVariables; }
 
 Env parse_env(const EnvLookup& lookup) {
-  const auto& [log_level, timeout, ranks_per_node] = kVariables;
+  const auto& [log_level, timeout, ranks_per_node, backend, node_id, link_costs, ofi_provider,
+               ofi_interface, ofi_allow_tcp] = kVariables;
   const auto value_of = [&](const EnvVariable& variable) {
     std::optional<std::string> value = lookup(variable.name);
     if (value && value->empty()) value.reset();
@@ -80,12 +100,24 @@ Env parse_env(const EnvLookup& lookup) {
   if (const auto value = value_of(ranks_per_node)) {
     result.ranks_per_node = parse_ranks(ranks_per_node, *value);
   }
+  result.backend = value_of(backend).value_or(result.backend);
+  result.node_id = value_of(node_id).value_or("");
+  result.link_costs = value_of(link_costs).value_or("");
+  result.ofi_provider = value_of(ofi_provider).value_or("");
+  result.ofi_interface = value_of(ofi_interface).value_or("");
+  if (const auto value = value_of(ofi_allow_tcp)) {
+    result.ofi_allow_tcp = parse_flag(ofi_allow_tcp, *value);
+  }
   return result;
 }
 
 const Env& env() {
   static const Env kEnv = parse_env(read_process_environment);
   return kEnv;
+}
+
+std::optional<std::string> launcher_variable(std::string_view name) {
+  return read_process_environment(name);
 }
 
 }  // namespace hopshard

@@ -1,7 +1,6 @@
 #include "hopshard/runtime/buffer_pool.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "hopshard/core/error.hpp"
 
@@ -24,16 +23,28 @@ PoolBlock BufferPool::take(std::int64_t nbytes) {
     found->second.pop_back();
     idle_bytes_ -= rounded;
   } else {
-    block.data = std::aligned_alloc(static_cast<std::size_t>(kBlockAlignmentBytes),
-                                    static_cast<std::size_t>(rounded));
-    HOPSHARD_CHECK(block.data != nullptr, Error, "out of memory: a buffer of ", rounded,
-                   " bytes is needed beside ", taken_bytes_ + idle_bytes_,
-                   " bytes held; use a smaller unit or a larger sharded_data_parallel_degree");
+    const at::Tensor memory = allocate(rounded);
+    block.data = memory.mutable_data_ptr();
+    memory_.emplace(block.data, memory);
     ++num_allocations_;
   }
   taken_bytes_ += rounded;
   peak_bytes_ = std::max(peak_bytes_, taken_bytes_ + idle_bytes_);
   return block;
+}
+
+at::Tensor BufferPool::allocate(std::int64_t num_bytes) const {
+  const auto more = [&] {
+    return detail::concatenate("a buffer of ", num_bytes, " bytes is needed beside ",
+                               taken_bytes_ + idle_bytes_,
+                               " bytes held; use a smaller unit or a larger "
+                               "sharded_data_parallel_degree");
+  };
+  try {
+    return allocate_(num_bytes);
+  } catch (const Error& error) {
+    throw Error(detail::concatenate(error.what(), "; ", more()));
+  }
 }
 
 void BufferPool::give_back(PoolBlock block) {
@@ -48,7 +59,7 @@ void BufferPool::give_back(PoolBlock block) {
 void BufferPool::trim() {
   for (auto& [nbytes, blocks] : idle_) {
     for (void* data : blocks) {
-      std::free(data);
+      memory_.erase(data);
     }
   }
   idle_.clear();

@@ -36,7 +36,8 @@ GradientReducer::~GradientReducer() {
 void GradientReducer::allocate(Sum& sum) const {
   if (sum.holds.empty()) {
     for (const at::Tensor& arena : store_.arenas()) {
-      sum.arenas.push_back(at::empty(arena.sizes(), arena.options()));
+      sum.arenas.push_back(replication_->allocate(static_cast<std::int64_t>(arena.nbytes()))
+                               .view(arena.scalar_type()));
     }
     sum.holds.assign(store_.buffers().size(), false);
   }

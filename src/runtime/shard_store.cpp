@@ -4,7 +4,6 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
 
 #include <array>
 #include <map>
@@ -79,7 +78,10 @@ ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world
     if (numel == 0) {
       continue;
     }
-    arenas_.push_back(at::zeros({numel}, at::TensorOptions().dtype(dtype)));
+    // The transport's memory: gathers read a rank's shards where they are.
+    arenas_.push_back(
+        sharding_->allocate(numel * static_cast<std::int64_t>(c10::elementSize(dtype)))
+            .view(dtype));
     for (ShardedBuffer& buffer : buffers_) {
       if (buffer.arena == static_cast<int>(arenas_.size()) - 1) {
         buffer.master = arenas_.back().narrow(0, buffer.arena_begin, buffer.shard.numel());

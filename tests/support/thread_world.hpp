@@ -34,6 +34,15 @@ class ThreadWorld : public LocalHub {
 
 using RankFunction = std::function<void(int rank, ThreadWorld& world)>;
 
+/// What run_ranks() does where the ranks are processes, so that the same tests run there: calls
+/// `run` if this process is one of the ranks, and throws what any of them threw.
+using RunRanks =
+    std::function<void(int world_size, const RankFunction& run, std::chrono::milliseconds limit)>;
+inline RunRanks& process_runner() {
+  static RunRanks runner;
+  return runner;
+}
+
 /// Runs `run(rank, world)` for all ranks, each on its own thread, and rethrows the first error.
 ///
 /// First the errors of a rank's own: an unwinding rank drops its communicators, so the CommError of
@@ -42,6 +51,10 @@ using RankFunction = std::function<void(int rank, ThreadWorld& world)>;
 /// then do not end are a hang outside the hub, which ends the process.
 inline void run_ranks(int world_size, const RankFunction& run,
                       std::chrono::milliseconds limit = std::chrono::seconds(60)) {
+  if (process_runner()) {
+    process_runner()(world_size, run, limit);
+    return;
+  }
   ThreadWorld hub(world_size, limit);
   std::mutex mutex;
   std::condition_variable ended;

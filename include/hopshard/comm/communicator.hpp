@@ -13,6 +13,7 @@
 
 #include "hopshard/comm/group.hpp"
 #include "hopshard/comm/work.hpp"
+#include "hopshard/topology/link_cost.hpp"
 
 namespace hopshard {
 
@@ -88,14 +89,20 @@ class Communicator {
   /// @throws InvalidArgument, CommError, TimeoutError
   [[nodiscard]] CommunicatorPtr split(Group part);
 
-  /// Zero-filled CPU memory (uint8) [num_bytes] that this backend moves fastest, aligned to 128
-  /// bytes or better. Not collective. Lives as long as the tensor and its views do.
+  /// Zero-filled memory (uint8) [num_bytes] on the backend's device, which it moves fastest;
+  /// aligned to 128 bytes or better. Not collective. Lives as long as the tensor and its views do.
   /// @throws InvalidArgument  negative; Error: out of memory.
   [[nodiscard]] at::Tensor allocate(std::int64_t num_bytes);
 
   /// Prepares memory of the caller's own, e.g. pins or registers it with the network card; a hint.
   /// Keep it alive as long as the communicator and all split from it. Not collective.
   void register_memory(const at::Tensor& memory);
+
+  /// How a call is carried out where there is a choice; what counts bytes asks.
+  /// @param num_bytes  of the whole buffer.
+  [[nodiscard]] virtual Algorithm algorithm(CollectiveOp /*op*/, std::int64_t /*num_bytes*/) const {
+    return Algorithm::kFlat;
+  }
 
   /// Wakes every rank of the group that waits, with CommError. Idempotent; any thread may call it.
   virtual void abort(std::string_view reason) = 0;

@@ -2,7 +2,7 @@
 // Without an inner one it stands for one rank of a world in which every rank holds the same data,
 // so that a world of thousands can be tried in one process. Next: registry.hpp.
 //
-// [Note: bytes sent] All formulas are those of a ring in the order of the group's ranks. A member
+// [Note: bytes sent] A flat call is counted as a ring in the order of the group's ranks. A member
 // sends only to the next one, so all its bytes go over one link: `inter_node` if the next member is
 // on another node (node = global rank / ranks_per_node), else `intra_node`. With s = group size and
 // b = bytes of the whole buffer (all_gather: the output, reduce_scatter: the input):
@@ -10,7 +10,9 @@
 //   all_reduce                   2 * (s - 1) * b / s, rounded down
 //   broadcast                    b, and 0 for the member in front of the root
 //   barrier                      0
-// They do not depend on how the inner backend really moves the bytes.
+// A two-level call (Communicator::algorithm) is two of these: of b over the k members on the node,
+// and of b / k over the N nodes; a broadcast crosses nodes on the root's rail only. How the inner
+// backend really moves a ring's bytes does not matter.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -2,10 +2,10 @@
 // calls getenv. docs/environment.md is checked against this file. Next: log.hpp.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -21,6 +21,18 @@ struct Env {
   std::chrono::milliseconds timeout{300'000};
   /// HOPSHARD_RANKS_PER_NODE: overrides what the launcher says, e.g. to play several nodes on one.
   std::optional<int> ranks_per_node;
+  /// HOPSHARD_BACKEND: the transport; names are checked against the registry by who uses it.
+  std::string backend = "auto";
+  /// HOPSHARD_NODE_ID: the name of this rank's node instead of its host name.
+  std::string node_id;
+  /// HOPSHARD_LINK_COSTS: a file that `hopshard tune` wrote.
+  std::string link_costs;
+  /// HOPSHARD_OFI_PROVIDER: libfabric's provider; empty: chosen by the `ofi` backend.
+  std::string ofi_provider;
+  /// HOPSHARD_OFI_INTERFACE: names or addresses, separated by commas; one network card each.
+  std::string ofi_interface;
+  /// HOPSHARD_OFI_ALLOW_TCP: whether a machine with EFA devices may use sockets instead.
+  bool ofi_allow_tcp = false;
 };
 
 /// One line of docs/environment.md.
@@ -32,7 +44,7 @@ struct EnvVariable {
 };
 
 /// All variables, in the order of Env's members.
-[[nodiscard]] const std::array<EnvVariable, 3>& env_variables() noexcept;
+[[nodiscard]] std::span<const EnvVariable> env_variables() noexcept;
 
 /// Yields a variable's value, or nothing if it is not set.
 using EnvLookup = std::function<std::optional<std::string>(std::string_view name)>;
@@ -44,5 +56,8 @@ using EnvLookup = std::function<std::optional<std::string>(std::string_view name
 /// The process's environment, read at the first call and kept.
 /// @throws ConfigError  as parse_env(); the next call reads again.
 [[nodiscard]] const Env& env();
+
+/// A variable that a launcher such as mpirun sets, e.g. to tell whether it started this process.
+[[nodiscard]] std::optional<std::string> launcher_variable(std::string_view name);
 
 }  // namespace hopshard

@@ -2,10 +2,16 @@
 // step allocates nothing and memory does not fragment (D3). Next: flat_buffer.hpp.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <utility>
 #include <vector>
+
+#include "hopshard/comm/memory.hpp"
 
 namespace hopshard {
 
@@ -20,7 +26,12 @@ struct PoolBlock {
 /// Alignment: 128 bytes. Threads: one at a time; every rank has its own pool.
 class BufferPool {
  public:
-  BufferPool() = default;
+  /// Makes uint8 memory [num_bytes], aligned to 128 bytes.
+  using Allocate = std::function<at::Tensor(std::int64_t num_bytes)>;
+
+  /// @param allocate  e.g. Communicator::allocate, so that the transport reaches the blocks
+  /// fastest.
+  explicit BufferPool(Allocate allocate = allocate_memory) : allocate_(std::move(allocate)) {}
   ~BufferPool();
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
@@ -39,7 +50,11 @@ class BufferPool {
   [[nodiscard]] std::int64_t num_allocations() const noexcept { return num_allocations_; }
 
  private:
+  [[nodiscard]] at::Tensor allocate(std::int64_t num_bytes) const;
+
+  Allocate allocate_;
   std::map<std::int64_t, std::vector<void*>> idle_;  // By size.
+  std::map<void*, at::Tensor> memory_;               // Of all blocks, by their address.
   std::int64_t taken_bytes_ = 0;
   std::int64_t idle_bytes_ = 0;
   std::int64_t peak_bytes_ = 0;

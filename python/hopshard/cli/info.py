@@ -30,7 +30,9 @@ def execute(arguments: argparse.Namespace) -> int:
     print(f"cores     {len(os.sched_getaffinity(0))}")
     print("backends")
     backends = _C.backends()
-    width = max(map(len, backends), default=0)
-    for name, reason in sorted(backends.items()):
-        print(f"  {name:<{width}}  {'available' if reason is None else f'not available: {reason}'}")
+    width = max((len(backend.name) for backend in backends), default=0)
+    for backend in sorted(backends, key=lambda backend: backend.name):
+        why_not = backend.why_not
+        text = "available" if why_not is None else f"not available: {why_not}"
+        print(f"  {backend.name:<{width}}  {text}")
     return 0

@@ -52,11 +52,11 @@ def add_parser(commands: Any) -> None:
         "fails. For several hosts use torchrun, mpirun or srun with the same script.",
     )
     parser.add_argument(
-        "-n", "--ranks", type=_positive, metavar="N", help="number of ranks (default 1)"
+        "-n", "--ranks", type=positive, metavar="N", help="number of ranks (default 1)"
     )
     parser.add_argument(
         "--emulate",
-        type=_nodes_by_ranks,
+        type=nodes_by_ranks,
         metavar="NODESxRANKS",
         help="let this host look like several nodes, e.g. 2x2; also sets the number of ranks",
     )
@@ -287,13 +287,15 @@ def _is_plain_file(path: str) -> bool:
     return os.path.isfile(path) and not os.access(path, os.X_OK)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of ranks, for argparse."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks of at least 1")
     return int(text)
 
 
-def _nodes_by_ranks(text: str) -> tuple[int, int]:
+def nodes_by_ranks(text: str) -> tuple[int, int]:
+    """``2x4`` is two nodes of four ranks, for argparse."""
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None or int(match[1]) < 1 or int(match[2]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not NODESxRANKS, e.g. 2x2")

@@ -13,6 +13,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -67,6 +68,9 @@ constexpr milliseconds kPollInterval{200};
 // Added to the process group's own limit, so that its error, which says more, comes first.
 constexpr milliseconds kGrace{1000};
 
+// How long a rank whose operation failed waits for the others to notice, to name those that do not.
+constexpr milliseconds kNoticeLimit{600};
+
 std::string text_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text =
@@ -103,12 +107,38 @@ class GroupHealth {
     }
     const std::lock_guard lock(store_mutex_);
     try {
-      if (store_ && !store_->check({key_})) {
+      if (!store_) {
+        return;
+      }
+      store_->set(noticed_key(group_.global_rank()), "yes");
+      if (!store_->check({key_})) {
         store_->set(key_, detail::concatenate("global rank ", group_.global_rank(), ": ", reason));
       }
     } catch (const std::exception& error) {
       HOPSHARD_LOG(kDebug, "could not tell group '", group_.name,
                    "' about a failure: ", error.what());
+    }
+  }
+
+  /// Members that did not notice the failure within `limit`, though it was told to all: those that
+  /// are dead, hang or compute. Call after fail().
+  [[nodiscard]] std::vector<int> silent_ranks(milliseconds limit) noexcept {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    std::vector<int> silent = group_.ranks;
+    for (bool has_looked = false;; has_looked = true) {
+      try {
+        const std::lock_guard lock(store_mutex_);
+        std::erase_if(silent, [&](int rank) {
+          return rank == group_.global_rank() || (store_ && store_->check({noticed_key(rank)}));
+        });
+      } catch (const std::exception&) {
+        // The rank that serves the store has ended meanwhile; what was seen until then counts.
+        return has_looked ? silent : std::vector<int>{};
+      }
+      if (silent.empty() || std::chrono::steady_clock::now() > deadline) {
+        return silent;
+      }
+      std::this_thread::sleep_for(kPollInterval / 4);
     }
   }
 
@@ -138,6 +168,10 @@ class GroupHealth {
   }
 
  private:
+  [[nodiscard]] std::string noticed_key(int rank) const {
+    return detail::concatenate(key_, "/noticed by/", rank);
+  }
+
   c10::intrusive_ptr<c10d::Store> store_;
   const Group group_;
   std::string key_;
@@ -147,6 +181,15 @@ class GroupHealth {
   std::optional<std::string> reason_;
 };
 
+/// ". No answer from global rank 2: dead, hanging or computing", or nothing. After fail().
+std::string describe_silent_ranks(GroupHealth& health) {
+  const std::vector<int> silent = health.silent_ranks(kNoticeLimit);
+  return silent.empty()
+             ? std::string()
+             : detail::concatenate(". No answer from global rank ", detail::join_ranks(silent),
+                                   ": dead, hanging or computing");
+}
+
 /// Throws what `error` means for this call, after marking the group as failed. What another rank
 /// reported first comes along: its failure is often the cause of this one.
 [[noreturn]] void throw_failed(GroupHealth& health, const std::string& call_text,
@@ -155,17 +198,16 @@ class GroupHealth {
   const auto others = health.reason_of_others();
   const std::string first_report = others ? ". Before that, " + *others : "";
   health.fail(cause + first_report);
+  const std::string silent = describe_silent_ranks(health);
   if (says_timed_out(cause)) {
     throw TimeoutError(detail::concatenate(
-        call_text, ": not all ranks of the group took part within ", timeout.count(),
-        " ms; look at what the others do instead, or raise the time limit. The transport says: ",
+        call_text, ": not all ranks of the group took part within ", timeout.count(), " ms", silent,
+        "; look at what the others do instead, or raise the time limit. The transport says: ",
         cause, first_report));
   }
   throw CommError(detail::concatenate(
-      call_text,
-      ": a peer has probably died or issued another operation; look at the output of the other "
-      "ranks first. The transport says: ",
-      cause, first_report));
+      call_text, ": a peer has probably died or issued another operation", silent,
+      "; look at the output of the other ranks first. The transport says: ", cause, first_report));
 }
 
 class C10dWork final : public Work {
@@ -238,13 +280,15 @@ class C10dWork final : public Work {
       }
       if (const auto reason = health_->reason_of_others()) {
         health_->fail(*reason);
-        throw CommError(detail::concatenate(call_text_, ": ", *reason));
+        throw CommError(
+            detail::concatenate(call_text_, ": ", *reason, describe_silent_ranks(*health_)));
       }
       if (std::chrono::steady_clock::now() > deadline_) {
         const std::string cause = "the operation timed out in the transport's queue";
         health_->fail(cause);
         throw TimeoutError(detail::concatenate(call_text_, ": not finished within ",
-                                               timeout_.count(), " ms: ", cause));
+                                               timeout_.count(), " ms: ", cause,
+                                               describe_silent_ranks(*health_)));
       }
     }
   }
@@ -411,7 +455,8 @@ class C10dCommunicator final : public Communicator {
       return std::make_shared<C10dCommunicator>(process_group_, std::move(part), timeout_,
                                                 make_part_);
     }
-    return make_c10d_communicator(make_part_(part), std::move(part), timeout_, make_part_);
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group = make_part_(part);
+    return make_c10d_communicator(std::move(process_group), std::move(part), timeout_, make_part_);
   }
 
   /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its

@@ -33,10 +33,14 @@ class RecordingCommunicator final : public Communicator {
         ranks_per_node_(ranks_per_node),
         log_(std::move(log)) {
     const auto& ranks = this->group().ranks;
-    const auto next_member = static_cast<std::size_t>((rank() + 1) % size());
-    const bool same_node =
-        this->group().global_rank() / ranks_per_node == ranks[next_member] / ranks_per_node;
-    link_ = same_node ? "intra_node" : "inter_node";
+    const auto node_of = [&](int member) {
+      return ranks[static_cast<std::size_t>(member)] / ranks_per_node;
+    };
+    const int node = node_of(rank());
+    next_is_elsewhere_ = node_of((rank() + 1) % size()) != node;
+    for (int member = 0; member < size(); ++member) {
+      num_on_node_ += node_of(member) == node ? 1 : 0;
+    }
   }
 
   [[nodiscard]] std::string_view backend() const noexcept override {
@@ -54,6 +58,10 @@ class RecordingCommunicator final : public Communicator {
     }
   }
 
+  [[nodiscard]] Algorithm algorithm(CollectiveOp op, std::int64_t num_bytes) const override {
+    return inner_ ? inner_->algorithm(op, num_bytes) : Algorithm::kFlat;
+  }
+
   void abort(std::string_view reason) override {
     if (inner_) {
       inner_->abort(reason);
@@ -62,7 +70,7 @@ class RecordingCommunicator final : public Communicator {
 
  private:
   WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
-    count("all_gather", options, output, ring_bytes(output));
+    count(CollectiveOp::kAllGather, options, output);
     if (inner_) {
       return inner_->all_gather(std::move(output), std::move(input), options);
     }
@@ -81,7 +89,7 @@ class RecordingCommunicator final : public Communicator {
 
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
                             const CommOptions& options) override {
-    count("reduce_scatter", options, input, ring_bytes(input));
+    count(CollectiveOp::kReduceScatter, options, input);
     if (inner_) {
       return inner_->reduce_scatter(std::move(output), std::move(input), op, options);
     }
@@ -94,7 +102,7 @@ class RecordingCommunicator final : public Communicator {
   }
 
   WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) override {
-    count("all_reduce", options, tensor, 2 * (size() - 1) * bytes_of(tensor) / size());
+    count(CollectiveOp::kAllReduce, options, tensor);
     if (inner_) {
       return inner_->all_reduce(std::move(tensor), op, options);
     }
@@ -104,8 +112,7 @@ class RecordingCommunicator final : public Communicator {
   }
 
   WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
-    const bool is_last = (rank() + 1) % size() == root;
-    count("broadcast", options, tensor, is_last ? 0 : bytes_of(tensor));
+    count(CollectiveOp::kBroadcast, options, tensor, root);
     if (inner_) {
       return inner_->broadcast(std::move(tensor), root, options);
     }
@@ -113,7 +120,7 @@ class RecordingCommunicator final : public Communicator {
   }
 
   void do_barrier(const CommOptions& options) override {
-    count("barrier", options, at::Tensor(), 0);
+    count(CollectiveOp::kBarrier, options, at::Tensor());
     if (inner_) {
       inner_->barrier(options);
     }
@@ -145,23 +152,66 @@ class RecordingCommunicator final : public Communicator {
     return static_cast<std::int64_t>(tensor.nbytes());
   }
 
-  [[nodiscard]] std::int64_t ring_bytes(const at::Tensor& whole) const {
-    return bytes_of(whole) / size() * (size() - 1);
+  struct SentBytes {
+    std::int64_t intra_node = 0;
+    std::int64_t inter_node = 0;
+  };
+
+  /// [Note: bytes sent]
+  [[nodiscard]] SentBytes sent_bytes(CollectiveOp op, std::int64_t bytes, int root) const {
+    if (inner_ && inner_->algorithm(op, bytes) == Algorithm::kHierarchical) {
+      const std::int64_t num_nodes = size() / num_on_node_;
+      const int place = rank() % num_on_node_;
+      const bool root_rail = root >= 0 && place == root % num_on_node_;
+      return {
+          .intra_node = ring_bytes(op, bytes, num_on_node_,
+                                   root >= 0 && (place + 1) % num_on_node_ == root % num_on_node_),
+          .inter_node = op == CollectiveOp::kBroadcast
+                            ? (root_rail ? ring_bytes(op, bytes, num_nodes,
+                                                      (rank() + num_on_node_) % size() == root)
+                                         : 0)
+                            : ring_bytes(op, bytes / num_on_node_, num_nodes, false)};
+    }
+    const std::int64_t sent = ring_bytes(op, bytes, size(), (rank() + 1) % size() == root);
+    return next_is_elsewhere_ ? SentBytes{.inter_node = sent} : SentBytes{.intra_node = sent};
   }
 
-  void count(std::string_view op, const CommOptions& options, const at::Tensor& whole,
-             std::int64_t sent_bytes) {
+  /// What a member of a ring of `num_ranks` sends; `is_last`: it is in front of a broadcast's root.
+  static std::int64_t ring_bytes(CollectiveOp op, std::int64_t bytes, std::int64_t num_ranks,
+                                 bool is_last) {
+    switch (op) {
+      case CollectiveOp::kAllGather:
+      case CollectiveOp::kReduceScatter:
+        return bytes / num_ranks * (num_ranks - 1);
+      case CollectiveOp::kAllReduce:
+        return 2 * (num_ranks - 1) * bytes / num_ranks;
+      case CollectiveOp::kBroadcast:
+        return is_last || num_ranks == 1 ? 0 : bytes;
+      case CollectiveOp::kBarrier:
+        break;
+    }
+    return 0;
+  }
+
+  void count(CollectiveOp op, const CommOptions& options, const at::Tensor& whole, int root = -1) {
     const std::string_view kind =
         options.tag.empty() ? std::string_view("untagged") : text_before(options.tag, '/');
     const std::string prefix = detail::concatenate(
-        "comm/", without_slash(text_before(group().name, '[')), "/", op, "/", kind, "/");
-    const std::string sent = detail::concatenate("sent_", link_, "_bytes");
+        "comm/", without_slash(text_before(group().name, '[')), "/", to_string(op), "/", kind, "/");
+    const std::int64_t bytes = whole.defined() ? bytes_of(whole) : 0;
     meter_->add(prefix + "calls");
-    meter_->add(prefix + "bytes", whole.defined() ? bytes_of(whole) : 0);
-    meter_->add(prefix + sent, sent_bytes);
-    meter_->add("comm/" + sent, sent_bytes);
+    meter_->add(prefix + "bytes", bytes);
+    const SentBytes sent = sent_bytes(op, bytes, root);
+    for (const auto& [link, sent_on_link] : {std::pair("sent_intra_node_bytes", sent.intra_node),
+                                             std::pair("sent_inter_node_bytes", sent.inter_node)}) {
+      if (sent_on_link > 0) {
+        meter_->add(prefix + link, sent_on_link);
+        meter_->add(std::string("comm/") + link, sent_on_link);
+      }
+    }
     if (log_) {
-      log_->append({std::string(op), options.tag, group().name, whole.defined() ? whole.numel() : 0,
+      log_->append({std::string(to_string(op)), options.tag, group().name,
+                    whole.defined() ? whole.numel() : 0,
                     whole.defined() ? whole.scalar_type() : at::ScalarType::Undefined});
     }
   }
@@ -170,7 +220,8 @@ class RecordingCommunicator final : public Communicator {
   std::shared_ptr<Meter> meter_;
   int ranks_per_node_;
   std::shared_ptr<CallLog> log_;
-  std::string_view link_;
+  bool next_is_elsewhere_ = false;
+  int num_on_node_ = 0;
 };
 
 }  // namespace

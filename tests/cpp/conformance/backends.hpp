@@ -14,6 +14,7 @@
 
 #include "hopshard/comm/registry.hpp"
 #include "hopshard/comm/store.hpp"
+#include "hopshard/layout/slice_order.hpp"
 #include "support/thread_world.hpp"
 
 namespace hopshard::testing {
@@ -26,6 +27,8 @@ struct Backend {
   bool is_reference = false;
   /// Made of other communicators, whose own operations its errors may be about.
   bool is_composite = false;
+  /// Another way through the code of a backend that is listed too; spared the largest sizes.
+  bool is_variant = false;
   /// Ranks beyond this are left out: e.g. a composite of pairs, or a slow transport.
   int max_ranks = 8;
   /// False for those that need all ranks of a node layout, or an even number of ranks.
@@ -51,7 +54,7 @@ inline CommunicatorPtr connect_in(ThreadWorld& world, std::string_view backend,
                                   const Group& group) {
   std::string prefix = group.name;
   for (const int rank : group.ranks) {
-    prefix += "/" + std::to_string(rank);
+    prefix += detail::concatenate("/", rank);
   }
   return connect_backend(backend, {.store = make_prefix_store(world.store(), prefix),
                                    .group = group,
@@ -99,7 +102,7 @@ void expect_equal(const at::Tensor& tensor, Formula formula) {
   }
 }
 
-/// Slots to try: none, reversed and rotated.
+/// Slots to try: none, reversed, rotated, and the slice order of nodes with two ranks.
 inline std::vector<std::vector<int>> slot_choices(int size) {
   std::vector<std::vector<int>> choices = {{}};
   std::vector<int> reversed;
@@ -111,6 +114,9 @@ inline std::vector<std::vector<int>> slot_choices(int size) {
   if (size > 1) {
     choices.push_back(reversed);
     choices.push_back(rotated);
+  }
+  if (size >= 4 && size % 2 == 0) {
+    choices.push_back(SliceOrder(size / 2, 2).slots());
   }
   return choices;
 }

@@ -18,7 +18,8 @@ std::vector<Backend> local_backends() {
              return make_recording_communicator(world.communicator(group), group,
                                                 std::make_shared<Meter>(), /*ranks_per_node=*/2);
            },
-       .is_reference = true},
+       .is_reference = true,
+       .is_variant = true},
       {.name = "delayed",
        .make =
            [](ThreadWorld& world, const Group& group) {
@@ -27,7 +28,8 @@ std::vector<Backend> local_backends() {
              options.max_delay = std::chrono::microseconds(200);
              return make_delayed_communicator(world.communicator(group), options);
            },
-       .is_reference = true},
+       .is_reference = true,
+       .is_variant = true},
   };
 }
 

@@ -1,3 +1,4 @@
+// Empty: the ranks of MPI are processes, not threads. The suite runs on them in tests/cpp/mpi/.
 #include "backends.hpp"
 
 namespace hopshard::testing {

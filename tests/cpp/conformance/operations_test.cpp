@@ -1,5 +1,6 @@
 // What every backend must do with good arguments.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <thread>
 #include <tuple>
@@ -178,17 +179,19 @@ std::string name_of(const ::testing::TestParamInfo<Operations::ParamType>& info)
          "_numel" + std::to_string(std::get<2>(info.param));
 }
 
-// Several blocks and a rest. Sanitizers make every element of the loops here far more expensive.
+// The largest is several blocks and a rest. Sanitizers make every element far more expensive.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr std::int64_t kLargeNumel = 2048 + 1;
+constexpr std::array kSizes = {2, 4};
+constexpr std::array<std::int64_t, 3> kNumels = {0, 3, 2048 + 1};
 #else
-constexpr std::int64_t kLargeNumel = 65536 + 1;
+constexpr std::array kSizes = {1, 2, 4, 7};
+constexpr std::array<std::int64_t, 5> kNumels = {0, 1, 3, 100, 65536 + 1};
 #endif
 
 INSTANTIATE_TEST_SUITE_P(Conformance, Operations,
                          ::testing::Combine(::testing::ValuesIn(conforming_backends()),
-                                            ::testing::Values(1, 2, 4, 7),
-                                            ::testing::Values(0, 1, 3, 100, kLargeNumel)),
+                                            ::testing::ValuesIn(kSizes),
+                                            ::testing::ValuesIn(kNumels)),
                          name_of);
 
 class Groups : public ::testing::TestWithParam<Backend> {};

@@ -146,4 +146,9 @@ def test_process_groups_ask_the_factory_in_order() -> None:
 
 
 def test_backends() -> None:
-    assert _C.backends() == {"local": None, "recording": None, "c10d": None}
+    known = {backend.name: backend for backend in _C.backends()}
+    assert list(known) == ["local", "recording", "c10d", "shm", "mpi", "nccl", "ofi"]
+    assert all(known[name].why_not is None for name in ("local", "recording", "c10d"))
+    for backend in known.values():
+        assert backend.summary
+        assert backend.why_not is None or len(backend.why_not) > 10

@@ -220,6 +220,7 @@ _ACCEPTED = {
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",
     "collections.abc.": "",
+    "torch.distributed.distributed_c10d.Store": "TorchStore",  # We have a Store, too.
     "torch.distributed.distributed_c10d.": "",
 }
 

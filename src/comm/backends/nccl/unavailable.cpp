@@ -1,9 +1,20 @@
+// Stands in where nccl.h was not there at build time.
 #include "../backends.hpp"
+#include "hopshard/comm/nccl.hpp"
+#include "hopshard/core/error.hpp"
 
-namespace hopshard::detail {
+namespace hopshard {
 
-BackendInfo describe_nccl() {
-  return {"nccl", "NVIDIA GPUs over NCCL", "this build does not have it", nullptr};
+CommunicatorPtr make_nccl_communicator(const ConnectOptions& /*connect*/,
+                                       const NcclOptions& /*options*/) {
+  throw ConfigError("backend 'nccl' is not available: " HOPSHARD_BACKEND_MISSING);
 }
 
-}  // namespace hopshard::detail
+namespace detail {
+
+BackendInfo describe_nccl() {
+  return {"nccl", "NVIDIA GPUs over NCCL", HOPSHARD_BACKEND_MISSING, nullptr};
+}
+
+}  // namespace detail
+}  // namespace hopshard

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "hopshard/comm/recording.hpp"
 #include "hopshard/comm/registry.hpp"
 #include "hopshard/core/error.hpp"
@@ -74,6 +76,58 @@ TEST(ProcessGroups, RefusesBadRanksAndFactories) {
                                            return alone(other);
                                          }),
                InvalidArgument);
+}
+
+TEST(NodeParts, AreThoseOfTheLayoutForShardingGroups) {
+  for (const auto& [world_size, ranks_per_node, degree] :
+       {std::array{8, 2, 4}, std::array{64, 4, 16}, std::array{4096, 8, 4096}}) {
+    const GroupLayout layout(world_size, ranks_per_node, degree);
+    for (int rank = 0; rank < world_size; rank += 1 + world_size / 64) {
+      const auto parts = plan_node_parts(make_sharding_group(layout, rank), ranks_per_node);
+      ASSERT_TRUE(parts.has_value());
+      EXPECT_EQ(parts->intra_node.ranks, layout.intra_node_group(rank));
+      EXPECT_EQ(parts->inter_node.ranks, layout.inter_node_group(rank));
+      EXPECT_EQ(parts->intra_node.global_rank(), rank);
+      EXPECT_EQ(parts->inter_node.global_rank(), rank);
+      EXPECT_EQ(parts->num_nodes * parts->ranks_per_node, degree);
+      parts->intra_node.validate();
+      parts->inter_node.validate();
+    }
+  }
+}
+
+TEST(NodeParts, HaveShortNames) {
+  const auto parts = plan_node_parts(make_sharding_group(GroupLayout(8, 2, 4), 5), 2);
+  ASSERT_TRUE(parts.has_value());
+  EXPECT_EQ(parts->intra_node.name, "sharding_intra_node[4,5]");
+  EXPECT_EQ(parts->inter_node.name, "sharding_inter_node[5,7]");
+}
+
+TEST(NodeParts, OfAReplicationGroupNeedNotBeNeighbours) {
+  // Degree 2 on nodes of 4: each replication group has every other rank of both nodes.
+  const Group group = make_replication_group(GroupLayout(8, 4, 2), 5);
+  EXPECT_EQ(group.ranks, (std::vector<int>{1, 3, 5, 7}));
+  const auto parts = plan_node_parts(group, 4);
+  ASSERT_TRUE(parts.has_value());
+  EXPECT_EQ(parts->intra_node.ranks, (std::vector<int>{5, 7}));
+  EXPECT_EQ(parts->inter_node.ranks, (std::vector<int>{1, 5}));
+}
+
+TEST(NodeParts, AreNoneWhereTwoLevelsDoNotApply) {
+  const auto has_parts = [](std::vector<int> ranks, int ranks_per_node) {
+    return plan_node_parts({"g", std::move(ranks), 0, {}}, ranks_per_node).has_value();
+  };
+  EXPECT_TRUE(has_parts({0, 1, 2, 3}, 2));
+  EXPECT_TRUE(has_parts({4, 5, 0, 1}, 2));
+  EXPECT_FALSE(has_parts({0}, 2));
+  EXPECT_FALSE(has_parts({0, 1, 2, 3}, 4));        // One node.
+  EXPECT_FALSE(has_parts({0, 1, 2, 3}, 1));        // One rank per node.
+  EXPECT_FALSE(has_parts({0, 2, 4}, 2));           // The same.
+  EXPECT_FALSE(has_parts({0, 1, 2}, 2));           // Unequal nodes.
+  EXPECT_FALSE(has_parts({0, 1, 2, 4}, 2));        // The same.
+  EXPECT_FALSE(has_parts({0, 2, 1, 3}, 2));        // Not node after node.
+  EXPECT_FALSE(has_parts({0, 1, 4, 5, 2, 3}, 4));  // A node comes back.
+  EXPECT_THROW(static_cast<void>(has_parts({0, 1}, 0)), InvalidArgument);
 }
 
 TEST(Registry, ListsTheBackendsAndExplainsUnknownOnes) {

@@ -33,10 +33,16 @@ TEST(ParseEnv, EmptyCountsAsNotSet) {
 TEST(ParseEnv, ReadsLegalValues) {
   const Env parsed = parse_env(from({{"HOPSHARD_LOG_LEVEL", "debug"},
                                      {"HOPSHARD_TIMEOUT_S", "1.5"},
-                                     {"HOPSHARD_RANKS_PER_NODE", "4"}}));
+                                     {"HOPSHARD_RANKS_PER_NODE", "4"},
+                                     {"HOPSHARD_BACKEND", "shm+c10d"},
+                                     {"HOPSHARD_NODE_ID", "rack 3"},
+                                     {"HOPSHARD_LINK_COSTS", "costs.json"}}));
   EXPECT_EQ(parsed.log_level, LogLevel::kDebug);
   EXPECT_EQ(parsed.timeout, std::chrono::milliseconds(1500));
   EXPECT_EQ(parsed.ranks_per_node, 4);
+  EXPECT_EQ(parsed.backend, "shm+c10d");
+  EXPECT_EQ(parsed.node_id, "rack 3");
+  EXPECT_EQ(parsed.link_costs, "costs.json");
 }
 
 TEST(ParseEnv, AVeryShortTimeoutIsNotRoundedToZero) {
