@@ -9,6 +9,13 @@
 Next: config.py, world.py, model.py.
 """
 
+import os as _os
+
+# Debian's libfabric brings PSM libraries that take over SIGTERM, SIGSEGV and others when they are
+# loaded, unless told not to.
+_os.environ.setdefault("HFI_NO_BACKTRACE", "1")
+_os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
+
 import torch as _torch  # Loads the libraries that the native part needs.  # noqa: F401
 
 from hopshard._C import __version__

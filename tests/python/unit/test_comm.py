@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +148,30 @@ def test_process_groups_ask_the_factory_in_order() -> None:
 
     with pytest.raises(KeyError, match="no such group"):
         _C.make_process_groups(_C.GroupLayout(2, 2, 1), 0, broken)
+
+
+def test_importing_leaves_the_signal_handlers_alone() -> None:
+    script = """
+        import pathlib, torch
+        def caught():
+            return pathlib.Path("/proc/self/status").read_text().split("SigCgt:")[1].split()[0]
+        before = caught()
+        from hopshard import _C
+        _C.backends()
+        assert caught() == before, (before, caught())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_what_this_machine_can_build_is_built() -> None:
+    why_not = {backend.name: backend.why_not for backend in _C.backends()}
+    assert why_not["shm"] is None
+    if pathlib.Path("/usr/include/rdma/fabric.h").exists():
+        assert why_not["ofi"] is None
+    if shutil.which("mpicxx"):
+        assert why_not["mpi"] is None
 
 
 def test_backends() -> None:
