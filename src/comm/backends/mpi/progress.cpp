@@ -44,7 +44,7 @@ std::uint64_t hash_text(std::string_view text) {
 }
 
 /// MPI_COMM_SELF's attributes are deleted first in MPI_Finalize: the time to end the thread if
-/// the program, e.g. through mpi4py, ends MPI before the process's end.
+/// the program, e.g. through mpi4py, ends MPI before the process's end, whoever started it.
 int on_finalize(MPI_Comm /*comm*/, int /*keyval*/, void* progress, void* /*extra*/) {
   static_cast<Progress*>(progress)->stop(/*at_finalize=*/true);
   return MPI_SUCCESS;
@@ -155,11 +155,9 @@ void Progress::start_mpi() {
     HOPSHARD_MPI(MPI_Get_processor_name, name.data(), &length);
     node_ = hash_text(std::string_view(name.data(), static_cast<std::size_t>(length)));
   }
-  if (!owns_mpi_) {
-    int keyval = MPI_KEYVAL_INVALID;
-    HOPSHARD_MPI(MPI_Comm_create_keyval, MPI_COMM_NULL_COPY_FN, on_finalize, &keyval, nullptr);
-    HOPSHARD_MPI(MPI_Comm_set_attr, MPI_COMM_SELF, keyval, this);
-  }
+  int keyval = MPI_KEYVAL_INVALID;
+  HOPSHARD_MPI(MPI_Comm_create_keyval, MPI_COMM_NULL_COPY_FN, on_finalize, &keyval, nullptr);
+  HOPSHARD_MPI(MPI_Comm_set_attr, MPI_COMM_SELF, keyval, this);
 }
 
 MPI_Comm Progress::communicator_of(const std::vector<int>& global_ranks, milliseconds limit) {
