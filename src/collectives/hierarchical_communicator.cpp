@@ -140,6 +140,7 @@ class HierarchicalCommunicator final : public Communicator {
     // communicators.
     intra_node_.worker.reset();
     inter_node_.worker.reset();
+    watch_->stop();  // Its callback uses it.
     watch_.reset();
   }
 

@@ -71,7 +71,9 @@ PeerWatch::PeerWatch(const Group& group, std::string_view kind, const StorePtr& 
   }
 }
 
-PeerWatch::~PeerWatch() {
+PeerWatch::~PeerWatch() { stop(); }
+
+void PeerWatch::stop() {
   {
     const std::lock_guard lock(mutex_);
     ending_ = true;

@@ -44,6 +44,8 @@ class PeerWatch {
   PeerWatch(const Group& group, std::string_view kind, const StorePtr& store,
             std::function<void(const Failure&)> on_failure);
   ~PeerWatch();
+  /// Ends the watching; waits for a callback that runs. Not for the callback itself to call.
+  void stop();
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;
 

@@ -85,6 +85,7 @@ class Shared {
 
   /// The inner communicators leave their groups, although works may still hold this.
   void leave() {
+    watch_->stop();  // Its callback uses all of these.
     watch_.reset();
     hierarchical_.reset();
     flat_.reset();

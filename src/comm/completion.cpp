@@ -31,7 +31,19 @@ class CompletionWork final : public Work {
   }
 
   void wait() override {
-    waited_ = true;
+    if (!waited_) {
+      waited_ = true;
+      wait_once();
+    }
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+
+  bool test() override { return completion_->is_done(); }
+
+ private:
+  void wait_once() {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
     if (!completion_->wait_for(std::max(left, std::chrono::milliseconds{0}))) {
@@ -40,16 +52,14 @@ class CompletionWork final : public Work {
       while (!completion_->wait_for(std::chrono::hours(1))) {
       }
     }
-    completion_->rethrow_if_failed();
+    error_ = completion_->take_error();
   }
 
-  bool test() override { return completion_->is_done(); }
-
- private:
   std::shared_ptr<Completion> completion_;
   std::chrono::steady_clock::time_point deadline_;
   std::function<void(bool)> give_up_;
   int num_exceptions_;
+  std::exception_ptr error_;
   bool waited_ = false;
 };
 
@@ -85,11 +95,9 @@ bool Completion::wait_for(std::chrono::milliseconds limit) {
   return changed_.wait_for(lock, limit, [&] { return done_; });
 }
 
-void Completion::rethrow_if_failed() const {
+std::exception_ptr Completion::take_error() {
   const std::lock_guard lock(mutex_);
-  if (error_) {
-    std::rethrow_exception(error_);
-  }
+  return std::exchange(error_, nullptr);
 }
 
 WorkPtr make_completion_work(std::shared_ptr<Completion> completion,

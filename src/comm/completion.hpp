@@ -23,8 +23,10 @@ class Completion {
   [[nodiscard]] bool is_done() const;
   /// Waits at most for `limit`; true once done. Does not throw the error.
   [[nodiscard]] bool wait_for(std::chrono::milliseconds limit);
-  /// Requires is_done(). @throws the error that it failed with.
-  void rethrow_if_failed() const;
+  /// Requires is_done(). The error that it failed with, or null; the caller's from here on. One
+  /// thread ends what it caught: references to exceptions are counted where race detectors are
+  /// blind.
+  [[nodiscard]] std::exception_ptr take_error();
 
  private:
   mutable std::mutex mutex_;
