@@ -108,7 +108,7 @@ TEST_P(Failures, AWaitEndsAtItsTimeLimitAndNamesTheMissing) {
     const CommOptions options{.timeout = milliseconds(rank == 0 ? 100 : 20'000), .tag = "late"};
     const auto issue = [&] { world->all_reduce(floats(4), ReduceOp::kSum, options)->wait(); };
     if (rank == 3) {
-      std::this_thread::sleep_for(milliseconds(500));
+      std::this_thread::sleep_for(milliseconds(1500));
       expect_error<CommError>(issue, {"in group 'world'"});
       return;
     }
