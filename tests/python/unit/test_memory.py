@@ -148,12 +148,12 @@ PROCESS = """
     torch.set_num_threads(1)
 
     def private_bytes():
-        # What this process has for itself: its share of pages that others have too, without files
-        # and without what the C library keeps of freed memory.
+        # This process's share of memory, shared memory included (shards that peers read, too),
+        # without files and without what the C library keeps of freed memory.
         ctypes.CDLL(None).malloc_trim(0)
-        for line in pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss_Anon:"):
-                return int(line.split()[1]) * 1024
+        lines = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()
+        sizes = dict(line.split()[:2] for line in lines[1:])
+        return (int(sizes["Pss_Anon:"]) + int(sizes["Pss_Shmem:"])) * 1024
 
     WIDTH, NUM = 1024, 24
     class Model(torch.nn.Module):
