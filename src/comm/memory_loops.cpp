@@ -85,10 +85,11 @@ StoreMode store_mode_for(std::size_t num_bytes) noexcept {
 
 void copy_memory(void* to, const void* from, std::size_t num_bytes, StoreMode mode,
                  [[maybe_unused]] InstructionSet set) noexcept {
+  if (num_bytes == 0) {
+    return;  // Empty tensors have null pointers, which memcpy may not be given.
+  }
   if (mode == StoreMode::kCached) {
-    if (num_bytes > 0) {
-      std::memcpy(to, from, num_bytes);
-    }
+    std::memcpy(to, from, num_bytes);
     return;
   }
   auto* target = static_cast<char*>(to);
