@@ -42,19 +42,6 @@ Failure failure_of(const std::exception& error, const std::string& before) {
   return failure;
 }
 
-void throw_failure(const Failure& failure, const std::string& call_text) {
-  const std::string text = call_text + ": " + failure.cause;
-  switch (failure.kind) {
-    case FailureKind::kTimeout:
-      throw TimeoutError(text);
-    case FailureKind::kSchedule:
-      throw ScheduleError(text);
-    case FailureKind::kComm:
-      break;
-  }
-  throw CommError(text);
-}
-
 void throw_unusable(const Failure& failure, const std::string& call_text) {
   throw CommError(
       concatenate(call_text, ": the group is unusable since an earlier failure: ", failure.cause));

@@ -15,21 +15,14 @@
 #include <string_view>
 #include <thread>
 
+#include "comm/failure.hpp"
 #include "hopshard/comm/group.hpp"
 #include "hopshard/comm/store.hpp"
 
 namespace hopshard::detail {
 
-enum class FailureKind { kComm, kTimeout, kSchedule };
-
-struct Failure {
-  FailureKind kind = FailureKind::kComm;
-  std::string cause;  ///< Reads well after a colon.
-};
-
 /// The kind by the type of `error`; `before` + its text.
 [[nodiscard]] Failure failure_of(const std::exception& error, const std::string& before);
-[[noreturn]] void throw_failure(const Failure& failure, const std::string& call_text);
 /// For calls that come after the failure.
 [[noreturn]] void throw_unusable(const Failure& failure, const std::string& call_text);
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../describe.hpp"
+#include "../failure.hpp"
 #include "../reduce_parts.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/core/log.hpp"
@@ -25,23 +26,10 @@ namespace {
 
 constexpr std::string_view kBackend = "local";
 
-enum class Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier };
-
-std::string_view to_string(Kind kind) {
-  switch (kind) {
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kBarrier:
-      return "barrier";
-  }
-  return "";
-}
+using Kind = CollectiveOp;
+using detail::Failure;
+using detail::FailureKind;
+using detail::throw_failure;
 
 /// One rank's part in an operation. All members but the buffers and `accumulate` must agree.
 struct Call {
@@ -71,26 +59,6 @@ struct Call {
                               .root = root});
   }
 };
-
-enum class FailureKind { kComm, kTimeout, kSchedule };
-
-struct Failure {
-  FailureKind kind = FailureKind::kComm;
-  std::string cause;
-};
-
-[[noreturn]] void throw_failure(const Failure& failure, const std::string& call_text) {
-  const std::string text = call_text + ": " + failure.cause;
-  switch (failure.kind) {
-    case FailureKind::kTimeout:
-      throw TimeoutError(text);
-    case FailureKind::kSchedule:
-      throw ScheduleError(text);
-    case FailureKind::kComm:
-      break;
-  }
-  throw CommError(text);
-}
 
 /// The i-th operation of a group.
 struct Operation {

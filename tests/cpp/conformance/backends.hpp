@@ -121,4 +121,26 @@ inline std::vector<std::vector<int>> slot_choices(int size) {
   return choices;
 }
 
+/// Runs `call` and expects an ErrorType whose text holds all of `words`.
+template <typename ErrorType, typename Call>
+void expect_error(Call call, const std::vector<std::string>& words) {
+  try {
+    call();
+  } catch (const ErrorType& error) {
+    const std::string text = error.what();
+    for (const std::string& word : words) {
+      EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
+    }
+    return;
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error than expected: " << error.what();
+    return;
+  }
+  ADD_FAILURE() << "no error; expected one with " << words.front();
+}
+
+inline at::Tensor floats(std::int64_t numel) {
+  return make_tensor(numel, at::kFloat, [](auto) { return 1; });
+}
+
 }  // namespace hopshard::testing

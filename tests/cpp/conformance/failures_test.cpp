@@ -20,28 +20,6 @@ class Failures : public ::testing::TestWithParam<Backend> {
   }
 };
 
-/// Runs `call` and expects an ErrorType whose text holds all of `words`.
-template <typename ErrorType, typename Call>
-void expect_error(Call call, const std::vector<std::string>& words) {
-  try {
-    call();
-  } catch (const ErrorType& error) {
-    const std::string text = error.what();
-    for (const std::string& word : words) {
-      EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
-    }
-    return;
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error than expected: " << error.what();
-    return;
-  }
-  ADD_FAILURE() << "no error; expected one with " << words.front();
-}
-
-at::Tensor floats(std::int64_t numel) {
-  return make_tensor(numel, at::kFloat, [](auto) { return 1; });
-}
-
 TEST_P(Failures, DifferentOperationsNameWhatEachRankIssued) {
   run_ranks(4, [&](int rank, ThreadWorld& threads) {
     const CommunicatorPtr world = make(threads, world_of(4, rank));

@@ -23,28 +23,6 @@ Group all_processes(const std::string& name, std::vector<int> slots = {}) {
   return group;
 }
 
-/// Runs `call` and expects an ErrorType whose text holds all of `words`.
-template <typename ErrorType, typename Call>
-void expect_error(Call call, const std::vector<std::string>& words) {
-  try {
-    call();
-  } catch (const ErrorType& error) {
-    const std::string text = error.what();
-    for (const std::string& word : words) {
-      EXPECT_NE(text.find(word), std::string::npos) << "no \"" << word << "\" in: " << text;
-    }
-    return;
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error than expected: " << error.what();
-    return;
-  }
-  ADD_FAILURE() << "no error; expected one with " << words.front();
-}
-
-at::Tensor floats(std::int64_t numel) {
-  return make_tensor(numel, at::kFloat, [](auto) { return 1; });
-}
-
 std::int64_t now_us() {
   // One clock for all processes of a host.
   return std::chrono::duration_cast<std::chrono::microseconds>(

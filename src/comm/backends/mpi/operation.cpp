@@ -3,23 +3,6 @@
 #include "hopshard/core/error.hpp"
 
 namespace hopshard::detail::mpi {
-namespace {
-
-std::exception_ptr make_error(const Failure& failure, const std::string& call_text) {
-  const std::string text = call_text + ": " + failure.cause;
-  switch (failure.kind) {
-    case FailureKind::kTimeout:
-      return std::make_exception_ptr(TimeoutError(text));
-    case FailureKind::kSchedule:
-      return std::make_exception_ptr(ScheduleError(text));
-    case FailureKind::kComm:
-      break;
-  }
-  return std::make_exception_ptr(CommError(text));
-}
-
-}  // namespace
-
 std::string_view to_string(MpiKind kind) {
   switch (kind) {
     case MpiKind::kConnect:
@@ -68,7 +51,7 @@ void Operation::fail(const Failure& why, bool keep_buffers) {
     call.output.reset();
     call.input.reset();
   }
-  completion->fail(make_error(why, call_text));
+  completion->fail(make_error(why.kind, call_text + ": " + why.cause));
 }
 
 }  // namespace hopshard::detail::mpi

@@ -13,6 +13,7 @@
 #include "../../call_record.hpp"
 #include "../../completion.hpp"
 #include "../../describe.hpp"
+#include "../../failure.hpp"
 #include "transfer.hpp"
 
 namespace hopshard::detail::mpi {
@@ -36,13 +37,6 @@ struct MpiCall {
 
   [[nodiscard]] std::string text() const;
   [[nodiscard]] std::int64_t bytes() const;  ///< Of numel elements.
-};
-
-enum class FailureKind { kComm, kTimeout, kSchedule };
-
-struct Failure {
-  FailureKind kind = FailureKind::kComm;
-  std::string cause;
 };
 
 /// Gathering until all ranks have announced it, then agreed: from here on all ranks carry it out.

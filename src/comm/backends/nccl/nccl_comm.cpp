@@ -32,8 +32,8 @@ ncclConfig_t make_config(const Group& group) {
 
 /// Tells the others why this rank will not come, so that they need not wait for their limit.
 [[noreturn]] void throw_failed(const NcclConnect& connect, Peers& peers, const std::string& cause) {
-  peers.report(Failure{FailureKind::kComm, -1,
-                       concatenate("global rank ", connect.group.global_rank(), ": ", cause)});
+  peers.report(NcclFailure{FailureKind::kComm, -1,
+                           concatenate("global rank ", connect.group.global_rank(), ": ", cause)});
   throw CommError(concatenate(connect.call_text, ": ", cause));
 }
 
@@ -47,7 +47,7 @@ ncclConfig_t make_config(const Group& group) {
           : concatenate("global rank ", join_ranks(missing), " did not arrive within the ",
                         connect.limit.count(), " ms that rank ", connect.group.global_rank(),
                         " waited; look at what it does instead, or raise the time limit");
-  peers.report(Failure{
+  peers.report(NcclFailure{
       FailureKind::kComm, -1,
       concatenate("global rank ", connect.group.global_rank(), " gave up connecting: ", cause)});
   throw TimeoutError(concatenate(connect.call_text, ": ", cause));

@@ -470,7 +470,7 @@ void NcclGroup::settle_by_diagnosis(const GivenUp& given_up) {
                 (operation->sequence == given_up.sequence && operation->deadline < Clock::now());
     }
   }
-  Failure failure =
+  NcclFailure failure =
       peers_.diagnose(given_up, progress, kDiagnosisGrace + 2 * options_.watch_interval);
   if (failure.kind == FailureKind::kTimeout && !is_mine) {
     failure = {FailureKind::kComm, -1,
@@ -481,7 +481,7 @@ void NcclGroup::settle_by_diagnosis(const GivenUp& given_up) {
   enforce(std::move(failure));
 }
 
-void NcclGroup::settle(Failure failure, bool tell_peers) {
+void NcclGroup::settle(NcclFailure failure, bool tell_peers) {
   if (!may_settle()) {
     return;
   }
@@ -497,7 +497,7 @@ void NcclGroup::settle(Failure failure, bool tell_peers) {
   enforce(std::move(failure));
 }
 
-void NcclGroup::enforce(Failure failure) {
+void NcclGroup::enforce(NcclFailure failure) {
   if (comm_) {
     comm_->abort();
   }
@@ -575,15 +575,8 @@ Progress NcclGroup::progress_locked() const {
 void NcclGroup::throw_failure_locked(const NcclOperation& operation, bool is_new) const {
   const std::string since = is_new ? "the group is unusable since an earlier failure: " : "";
   const std::string text = concatenate(operation.call_text, ": ", since, failure_->cause);
-  if (operation.sequence >= 0 && operation.sequence == failure_->sequence) {
-    if (failure_->kind == FailureKind::kTimeout) {
-      throw TimeoutError(text);
-    }
-    if (failure_->kind == FailureKind::kSchedule) {
-      throw ScheduleError(text);
-    }
-  }
-  throw CommError(text);
+  const bool is_cause = operation.sequence >= 0 && operation.sequence == failure_->sequence;
+  std::rethrow_exception(make_error(is_cause ? failure_->kind : FailureKind::kComm, text));
 }
 
 void NcclGroup::close() noexcept {
@@ -636,7 +629,7 @@ void NcclGroup::close() noexcept {
   const std::lock_guard lock(mutex_);
   if (!failure_) {
     settling_ = true;
-    failure_ = Failure{FailureKind::kComm, -1, "the communicator was destroyed"};
+    failure_ = NcclFailure{FailureKind::kComm, -1, "the communicator was destroyed"};
   }
 }
 

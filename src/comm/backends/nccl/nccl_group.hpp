@@ -98,12 +98,12 @@ class NcclGroup {
   void check_calls();
   void give_up(NcclOperation& operation);
   /// The first failure counts; returns once it is in force.
-  void settle(Failure failure, bool tell_peers);
+  void settle(NcclFailure failure, bool tell_peers);
   void settle_by_diagnosis(const GivenUp& given_up);
   void settle_on_device_error(const std::exception& error);
   /// Only one thread may; for the others it returns false once the failure is in force.
   [[nodiscard]] bool may_settle();
-  void enforce(Failure failure);
+  void enforce(NcclFailure failure);
   /// `call`, whose errors are failures of the group.
   void on_device(const NcclOperation& operation, const std::function<void()>& call);
   void end_pending();
@@ -132,7 +132,7 @@ class NcclGroup {
   std::deque<std::string> recent_calls_;  ///< The last of num_issued_.
   std::int64_t num_checked_ = 0;          ///< With check_calls: agreed by all ranks.
   bool settling_ = false;
-  std::optional<Failure> failure_;
+  std::optional<NcclFailure> failure_;
   bool closing_ = false;
   std::thread watcher_;
 };

@@ -110,7 +110,7 @@ bool Peers::have_news() noexcept {
   }
 }
 
-void Peers::report(const Failure& failure) noexcept {
+void Peers::report(const NcclFailure& failure) noexcept {
   if (find(kFailure) || find(kGivenUp)) {
     return;
   }
@@ -129,14 +129,14 @@ void Peers::report(const GivenUp& given_up) noexcept {
   set(kNews, "1");
 }
 
-std::optional<Failure> Peers::failure() noexcept {
+std::optional<NcclFailure> Peers::failure() noexcept {
   const auto value = find(kFailure);
   if (!value) {
     return std::nullopt;
   }
   std::istringstream in(*value);
   int kind = 0;
-  Failure failure;
+  NcclFailure failure;
   in >> kind >> failure.sequence;
   failure.kind = static_cast<FailureKind>(kind);
   failure.cause = take_text(in);
@@ -181,8 +181,8 @@ std::optional<Progress> Peers::progress_of(int member) noexcept {
   return value ? std::optional(decode_progress(*value)) : std::nullopt;
 }
 
-Failure Peers::diagnose(const GivenUp& given_up, const Progress& progress,
-                        milliseconds grace) noexcept {
+NcclFailure Peers::diagnose(const GivenUp& given_up, const Progress& progress,
+                            milliseconds grace) noexcept {
   publish(progress);
   const auto size = static_cast<std::size_t>(group_.size());
   std::vector<std::optional<Progress>> known(size);
@@ -227,7 +227,7 @@ Failure Peers::diagnose(const GivenUp& given_up, const Progress& progress,
       first = first ? first : call->second;
     }
   }
-  Failure failure{FailureKind::kTimeout, given_up.sequence, {}};
+  NcclFailure failure{FailureKind::kTimeout, given_up.sequence, {}};
   if (differ) {
     failure.kind = FailureKind::kSchedule;
     failure.cause = difference_text(group_, calls);

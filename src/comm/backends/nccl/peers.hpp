@@ -10,15 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "../../failure.hpp"
 #include "hopshard/comm/group.hpp"
 #include "hopshard/comm/store.hpp"
 
 namespace hopshard::detail {
 
-enum class FailureKind { kComm, kTimeout, kSchedule };
-
 /// Why a group cannot be used any more.
-struct Failure {
+struct NcclFailure {
   FailureKind kind = FailureKind::kComm;
   std::int64_t sequence = -1;  ///< Of the operation that timed out or differed; else -1.
   std::string cause;           ///< Names global ranks.
@@ -50,9 +49,9 @@ class Peers {
   [[nodiscard]] bool have_news() noexcept;
 
   /// The first of a group counts.
-  void report(const Failure& failure) noexcept;
+  void report(const NcclFailure& failure) noexcept;
   void report(const GivenUp& given_up) noexcept;
-  [[nodiscard]] std::optional<Failure> failure() noexcept;
+  [[nodiscard]] std::optional<NcclFailure> failure() noexcept;
   [[nodiscard]] std::optional<GivenUp> given_up() noexcept;
 
   /// For a peer that diagnoses.
@@ -64,8 +63,8 @@ class Peers {
   /// Publishes this rank's progress, waits at most `grace` for the others', and says what is wrong
   /// with the operation: it differs, or who is missing. All ranks come to the same words, but for
   /// peers that answer only some of them in time.
-  [[nodiscard]] Failure diagnose(const GivenUp& given_up, const Progress& progress,
-                                 std::chrono::milliseconds grace) noexcept;
+  [[nodiscard]] NcclFailure diagnose(const GivenUp& given_up, const Progress& progress,
+                                     std::chrono::milliseconds grace) noexcept;
 
   void publish_call(std::int64_t sequence, const std::string& call) noexcept;
   /// Nothing until all have published theirs; then an empty text if they agree.

@@ -29,16 +29,7 @@ std::exception_ptr make_error(const Failure& failure, const Operation& operation
   if (failure.sequence == kAllPending ? !is_pending : operation.sequence() != failure.sequence) {
     return std::make_exception_ptr(CommError(who + ": " + failure.later));
   }
-  const std::string text = who + ": " + failure.cause;
-  switch (failure.kind) {
-    case FailureKind::kTimeout:
-      return std::make_exception_ptr(TimeoutError(text));
-    case FailureKind::kSchedule:
-      return std::make_exception_ptr(ScheduleError(text));
-    case FailureKind::kComm:
-      break;
-  }
-  return std::make_exception_ptr(CommError(text));
+  return detail::make_error(failure.kind, who + ": " + failure.cause);
 }
 
 std::string unusable(const std::string& reason) { return "the group is unusable since " + reason; }

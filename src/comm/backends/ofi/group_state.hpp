@@ -22,12 +22,11 @@
 #include <string>
 #include <vector>
 
+#include "../../failure.hpp"
 #include "engine.hpp"
 #include "hopshard/comm/group.hpp"
 
 namespace hopshard::detail::ofi {
-
-enum class FailureKind : std::uint8_t { kComm, kTimeout, kSchedule };
 
 inline constexpr std::uint64_t kAllPending = UINT64_MAX;
 

@@ -13,6 +13,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../failure.hpp"
+#include "hopshard/topology/link_cost.hpp"
+
 namespace hopshard::detail::shm {
 
 inline constexpr std::size_t kLineBytes = 64;
@@ -23,7 +26,7 @@ inline constexpr std::uint64_t kRingSize = 16;
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
-enum class Kind : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier };
+using Kind = CollectiveOp;  // Of one byte: see CallRecord.
 
 /// Where peers find a rank's buffer.
 struct Location {
@@ -82,7 +85,7 @@ inline constexpr std::uint64_t kProbe = 0x686F707368617264;
 
 /// Why the group cannot be used any more. The first reason stays.
 struct Failure {
-  enum class Kind : std::uint32_t { kComm, kTimeout, kSchedule };
+  using Kind = FailureKind;
   static constexpr std::size_t kTextBytes = 2032;
   std::atomic<std::uint32_t> state;  ///< 0: none, 1: being written, 2: written.
   Kind kind;

@@ -171,22 +171,6 @@ void all_reduce(const Operation& operation, const Group& group,
 
 }  // namespace
 
-std::string_view to_string(Kind kind) {
-  switch (kind) {
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kBarrier:
-      return "barrier";
-  }
-  return "";
-}
-
 std::size_t Operation::shown_bytes(const Group& group) const {
   switch (record.kind) {
     case Kind::kReduceScatter:

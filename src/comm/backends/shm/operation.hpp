@@ -16,8 +16,6 @@
 
 namespace hopshard::detail::shm {
 
-std::string_view to_string(Kind kind);
-
 struct Operation {
   enum class State { kPending, kDone, kFailed };
 

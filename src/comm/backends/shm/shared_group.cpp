@@ -630,7 +630,7 @@ std::string SharedGroup::disagreement_text(std::uint64_t sequence) const {
       const bool reduces = record.kind == Kind::kReduceScatter || record.kind == Kind::kAllReduce;
       const auto reduce_op = static_cast<ReduceOp>(record.reduce_op);
       issued =
-          to_string(OperationText{.op = shm::to_string(record.kind),
+          to_string(OperationText{.op = hopshard::to_string(record.kind),
                                   .tag = std::string_view(record.tag.data(), record.tag_bytes),
                                   .numel = record.numel,
                                   .dtype = static_cast<at::ScalarType>(record.dtype),
@@ -663,7 +663,8 @@ void SharedGroup::sleep_until_done(const Operation& operation, microseconds limi
 }
 
 std::string SharedGroup::call_text(const Operation& operation) const {
-  return describe_call(kBackend, shm::to_string(operation.record.kind), operation.tag, group());
+  return describe_call(kBackend, hopshard::to_string(operation.record.kind), operation.tag,
+                       group());
 }
 
 std::string SharedGroup::name_of(std::size_t member) const {
@@ -671,16 +672,8 @@ std::string SharedGroup::name_of(std::size_t member) const {
 }
 
 void SharedGroup::throw_failure(const Operation& operation) const {
-  const std::string text = call_text(operation) + ": " + operation.failure_text;
-  switch (operation.failure_kind) {
-    case Failure::Kind::kTimeout:
-      throw TimeoutError(text);
-    case Failure::Kind::kSchedule:
-      throw ScheduleError(text);
-    case Failure::Kind::kComm:
-      break;
-  }
-  throw CommError(text);
+  std::rethrow_exception(
+      make_error(operation.failure_kind, call_text(operation) + ": " + operation.failure_text));
 }
 
 }  // namespace hopshard::detail::shm

@@ -154,10 +154,11 @@ class ShmCommunicator final : public Communicator {
     set_tag(record, options.tag);
     std::size_t element_bytes = 1;
     if (output.defined()) {
-      HOPSHARD_CHECK(output.device().is_cpu(), InvalidArgument,
-                     describe_call(kBackend, shm::to_string(record.kind), options.tag, group()),
-                     ": a tensor on ", output.device(),
-                     " cannot be moved; this backend moves CPU memory only");
+      HOPSHARD_CHECK(
+          output.device().is_cpu(), InvalidArgument,
+          describe_call(kBackend, hopshard::to_string(record.kind), options.tag, group()),
+          ": a tensor on ", output.device(),
+          " cannot be moved; this backend moves CPU memory only");
       record.dtype = static_cast<std::int8_t>(output.scalar_type());
       element_bytes = c10::elementSize(output.scalar_type());
     }
