@@ -25,7 +25,13 @@ struct NodeShape {
   int ranks_per_node = 1;
 };
 
-enum class CollectiveOp : std::uint8_t { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier };
+enum class CollectiveOp : std::uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kBroadcast,
+  kBarrier
+};
 enum class Algorithm { kFlat, kHierarchical };
 
 [[nodiscard]] std::string_view to_string(CollectiveOp op);
