@@ -336,10 +336,12 @@ def c10d_communicator(
     group: Group,
     timeout_ms: int,
     make_part: Callable[[Group], ProcessGroup] | None = None,
+    world_store: Store | None = None,
 ) -> Communicator:
     """A communicator over a torch process group of the same ranks in the same order.
 
-    ``make_part`` makes the process group of a part, for ``split``.
+    ``make_part`` makes the process group of a part, for ``split``. ``world_store`` is shared by all
+    groups of a world: a rank that fails in one is then not called silent in another.
     """
 
 def recording_communicator(

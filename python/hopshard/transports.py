@@ -185,7 +185,11 @@ class Transports:
     def _connect_flat(self, backend: str, group: _C.Group) -> _C.Communicator:
         if backend == "c10d":
             return _C.c10d_communicator(
-                self._make_process_group(group), group, self._timeout_ms, self._make_process_group
+                self._make_process_group(group),
+                group,
+                self._timeout_ms,
+                self._make_process_group,
+                self._store,
             )
         store = self._fresh_store(backend, group)
         return _C.connect_backend(backend, store, group, self._timeout_ms)

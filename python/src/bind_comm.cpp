@@ -208,17 +208,6 @@ void bind_backends(py::module_& m) {
       .def("rank_failed", &LocalHub::rank_failed, py::arg("global_rank"), py::arg("reason"),
            ReleaseGil());
 
-  m.def(
-      "c10d_communicator",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, Group group,
-         Milliseconds timeout_ms, MakeProcessGroup make_part) {
-        return without_gil_at_its_end(make_c10d_communicator(process_group, std::move(group),
-                                                             std::chrono::milliseconds(timeout_ms),
-                                                             std::move(make_part)));
-      },
-      py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"),
-      py::arg("make_part") = py::none());
-
   py::class_<Store, StorePtr>(m, "Store", "Where ranks leave addresses before they are connected.")
       .def(
           "set",
@@ -240,6 +229,17 @@ void bind_backends(py::module_& m) {
           py::arg("prefix"));
   m.def("memory_store", &make_memory_store);
   m.def("c10d_store", &make_c10d_store, py::arg("store"));
+
+  m.def(
+      "c10d_communicator",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, Group group,
+         Milliseconds timeout_ms, MakeProcessGroup make_part, StorePtr world_store) {
+        return without_gil_at_its_end(make_c10d_communicator(
+            process_group, std::move(group), std::chrono::milliseconds(timeout_ms),
+            std::move(make_part), std::move(world_store)));
+      },
+      py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"),
+      py::arg("make_part") = py::none(), py::arg("world_store") = py::none());
 
   py::class_<BackendInfo>(m, "BackendInfo", "A transport, and whether it can be used here.")
       .def_readonly("name", &BackendInfo::name)

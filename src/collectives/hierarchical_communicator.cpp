@@ -593,8 +593,8 @@ void check_inner(const Group& group, const CommunicatorPtr& inner, std::string_v
   HOPSHARD_CHECK(
       inner->group().ranks == expected && inner->rank() == expected_rank, InvalidArgument, "the ",
       level, " communicator of group '", group.name, "' on global rank ", group.global_rank(),
-      " must be of global ranks ", detail::join_ranks(expected), " with this rank at place ",
-      expected_rank, ", but is of ", detail::join_ranks(inner->group().ranks), " at place ",
+      " must be of ", detail::name_global_ranks(expected), " with this rank at place ",
+      expected_rank, ", but is of ", detail::name_global_ranks(inner->group().ranks), " at place ",
       inner->rank(), "; give the group's ranks node after node, ", "the same number on each");
   HOPSHARD_CHECK(inner->group().has_identity_slots(), InvalidArgument, "the ", level,
                  " communicator of group '", group.name,

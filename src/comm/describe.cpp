@@ -29,8 +29,8 @@ std::string to_string(const OperationText& operation) {
   return text;
 }
 
-std::string join_ranks(const std::vector<int>& ranks) {
-  std::string text;
+std::string name_global_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "global rank " : "global ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     if (i > 0) {
       text += i + 1 == ranks.size() ? " and " : ", ";
@@ -38,6 +38,14 @@ std::string join_ranks(const std::vector<int>& ranks) {
     text += std::to_string(ranks[i]);
   }
   return text;
+}
+
+std::string did_not_arrive(const std::vector<int>& ranks, std::chrono::milliseconds limit,
+                           int waiting_global_rank) {
+  return concatenate(name_global_ranks(ranks), " did not arrive within the ", limit.count(),
+                     " ms that rank ", waiting_global_rank, " waited; look at what ",
+                     ranks.size() == 1 ? "it does" : "they do",
+                     " instead, or raise the time limit");
 }
 
 std::string_view to_string(ReduceOp op) { return op == ReduceOp::kSum ? "sum" : "max"; }

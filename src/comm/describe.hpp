@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,8 +33,12 @@ struct OperationText {
 };
 std::string to_string(const OperationText& operation);
 
-/// "0", "0, 2 and 5", for sentences.
-std::string join_ranks(const std::vector<int>& ranks);
+/// "global rank 0", "global ranks 0, 2 and 5", for sentences.
+std::string name_global_ranks(const std::vector<int>& ranks);
+
+/// "global rank 2 did not arrive within the 100 ms that rank 0 waited; look at what it does ...".
+std::string did_not_arrive(const std::vector<int>& ranks, std::chrono::milliseconds limit,
+                           int waiting_global_rank);
 
 std::string_view to_string(ReduceOp op);
 

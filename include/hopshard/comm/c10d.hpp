@@ -34,10 +34,13 @@ using MakeProcessGroup = std::function<c10::intrusive_ptr<c10d::ProcessGroup>(co
 /// @param process_group  its ranks are those of `group`, in the same order.
 /// @param timeout        the time limit of calls that name none.
 /// @param make_part      for split(), which throws ConfigError without it.
+/// @param world_store    shared by all groups of the world, if there are several: a rank that fails
+///                       in one group is then not called silent in another.
 /// @throws InvalidArgument  null, or rank or size differ from the group's.
 [[nodiscard]] CommunicatorPtr make_c10d_communicator(
     c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
-    std::chrono::milliseconds timeout, MakeProcessGroup make_part = nullptr);
+    std::chrono::milliseconds timeout, MakeProcessGroup make_part = nullptr,
+    StorePtr world_store = nullptr);
 
 /// torch's store as ours.
 /// @throws InvalidArgument  null.

@@ -69,7 +69,9 @@ constexpr milliseconds kPollInterval{200};
 constexpr milliseconds kGrace{1000};
 
 // How long a rank whose operation failed waits for the others to notice, to name those that do not.
-constexpr milliseconds kNoticeLimit{600};
+// One silent rank is the usual death of one: the shorter limit. More may just be slow to notice.
+constexpr milliseconds kNoticeLimit{1500};
+constexpr milliseconds kNoticeLimitOfLast{600};
 
 std::string text_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
@@ -87,11 +89,14 @@ bool says_timed_out(std::string text) {
 /// What all works of one communicator share: has it failed, here or on another rank?
 class GroupHealth {
  public:
-  GroupHealth(c10::intrusive_ptr<c10d::Store> store, const Group& group)
-      : store_(std::move(store)), group_(group) {
+  GroupHealth(c10::intrusive_ptr<c10d::Store> store, StorePtr world_store, const Group& group)
+      : store_(std::move(store)), world_store_(std::move(world_store)), group_(group) {
     key_ = "hopshard/failed/" + group.name;
     for (const int rank : group.ranks) {
       key_ += detail::concatenate("/", rank);
+    }
+    if (!world_store_ && store_) {
+      world_store_ = make_prefix_store(make_c10d_store(store_), key_);
     }
   }
 
@@ -110,7 +115,7 @@ class GroupHealth {
       if (!store_) {
         return;
       }
-      store_->set(noticed_key(group_.global_rank()), "yes");
+      world_store_->set(noticed_key(group_.global_rank()), "yes");
       if (!store_->check({key_})) {
         store_->set(key_, detail::concatenate("global rank ", group_.global_rank(), ": ", reason));
       }
@@ -120,22 +125,24 @@ class GroupHealth {
     }
   }
 
-  /// Members that did not notice the failure within `limit`, though it was told to all: those that
-  /// are dead, hang or compute. Call after fail().
-  [[nodiscard]] std::vector<int> silent_ranks(milliseconds limit) noexcept {
-    const auto deadline = std::chrono::steady_clock::now() + limit;
+  /// Members that noticed no failure of any group for a while, though it was told to all: those
+  /// that are dead, hang or compute. Call after fail().
+  [[nodiscard]] std::vector<int> silent_ranks() noexcept {
+    const auto begin = std::chrono::steady_clock::now();
     std::vector<int> silent = group_.ranks;
     for (bool has_looked = false;; has_looked = true) {
       try {
         const std::lock_guard lock(store_mutex_);
         std::erase_if(silent, [&](int rank) {
-          return rank == group_.global_rank() || (store_ && store_->check({noticed_key(rank)}));
+          return rank == group_.global_rank() ||
+                 (world_store_ && world_store_->has(noticed_key(rank)));
         });
       } catch (const std::exception&) {
         // The rank that serves the store has ended meanwhile; what was seen until then counts.
         return has_looked ? silent : std::vector<int>{};
       }
-      if (silent.empty() || std::chrono::steady_clock::now() > deadline) {
+      const auto limit = silent.size() > 1 ? kNoticeLimit : kNoticeLimitOfLast;
+      if (silent.empty() || std::chrono::steady_clock::now() > begin + limit) {
         return silent;
       }
       std::this_thread::sleep_for(kPollInterval / 4);
@@ -168,11 +175,12 @@ class GroupHealth {
   }
 
  private:
-  [[nodiscard]] std::string noticed_key(int rank) const {
-    return detail::concatenate(key_, "/noticed by/", rank);
+  [[nodiscard]] static std::string noticed_key(int rank) {
+    return detail::concatenate("a failure was noticed by/", rank);
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
+  StorePtr world_store_;
   const Group group_;
   std::string key_;
   std::mutex store_mutex_;
@@ -183,10 +191,10 @@ class GroupHealth {
 
 /// ". No answer from global rank 2: dead, hanging or computing", or nothing. After fail().
 std::string describe_silent_ranks(GroupHealth& health) {
-  const std::vector<int> silent = health.silent_ranks(kNoticeLimit);
+  const std::vector<int> silent = health.silent_ranks();
   return silent.empty()
              ? std::string()
-             : detail::concatenate(". No answer from global rank ", detail::join_ranks(silent),
+             : detail::concatenate(". No answer from ", detail::name_global_ranks(silent),
                                    ": dead, hanging or computing");
 }
 
@@ -341,12 +349,14 @@ void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size,
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
-                   milliseconds timeout, MakeProcessGroup make_part)
+                   milliseconds timeout, MakeProcessGroup make_part, StorePtr world_store)
       : Communicator(std::move(group)),
         process_group_(std::move(process_group)),
         timeout_(timeout),
         make_part_(std::move(make_part)),
-        health_(std::make_shared<GroupHealth>(process_group_->getStore(), this->group())) {}
+        world_store_(std::move(world_store)),
+        health_(std::make_shared<GroupHealth>(process_group_->getStore(), world_store_,
+                                              this->group())) {}
 
   [[nodiscard]] std::string_view backend() const noexcept override { return kBackend; }
 
@@ -453,10 +463,11 @@ class C10dCommunicator final : public Communicator {
                    "': this communicator was made without a function that makes process groups");
     if (part.size() == 1) {
       return std::make_shared<C10dCommunicator>(process_group_, std::move(part), timeout_,
-                                                make_part_);
+                                                make_part_, world_store_);
     }
     c10::intrusive_ptr<c10d::ProcessGroup> process_group = make_part_(part);
-    return make_c10d_communicator(std::move(process_group), std::move(part), timeout_, make_part_);
+    return make_c10d_communicator(std::move(process_group), std::move(part), timeout_, make_part_,
+                                  world_store_);
   }
 
   /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its
@@ -538,6 +549,7 @@ class C10dCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   milliseconds timeout_;
   MakeProcessGroup make_part_;
+  StorePtr world_store_;
   std::shared_ptr<GroupHealth> health_;
 };
 
@@ -589,7 +601,7 @@ StorePtr make_c10d_store(c10::intrusive_ptr<c10d::Store> store) {
 
 CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                        Group group, std::chrono::milliseconds timeout,
-                                       MakeProcessGroup make_part) {
+                                       MakeProcessGroup make_part, StorePtr world_store) {
   group.validate();
   HOPSHARD_CHECK(process_group, InvalidArgument, "group '", group.name,
                  "': the process group is None; this process is not a member of it");
@@ -601,7 +613,7 @@ CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> pr
   HOPSHARD_CHECK(timeout.count() > 0, InvalidArgument, "group '", group.name,
                  "': the time limit must be positive, got ", timeout.count(), " ms");
   return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(group), timeout,
-                                            std::move(make_part));
+                                            std::move(make_part), std::move(world_store));
 }
 
 }  // namespace hopshard

@@ -243,10 +243,7 @@ class LocalGroup {
       }
       fail(operation,
            {FailureKind::kTimeout,
-            detail::concatenate("global rank ", detail::join_ranks(missing),
-                                " did not arrive within the ", timeout.count(), " ms that rank ",
-                                ranks_[member],
-                                " waited; look at what it does instead, or raise the time limit")});
+            detail::did_not_arrive(missing, timeout, ranks_[member])});
     }
     poison_locked({FailureKind::kComm,
                    detail::concatenate("the group is unusable since global rank ", ranks_[member],

@@ -321,7 +321,12 @@ def case_abort(rank: int, size: int) -> None:
 def case_killed(rank: int, size: int) -> None:
     comm = connect(list(range(size)))
     comm.barrier()
+    # Out of the barrier on all ranks: what the dead rank sent last may be lost with it.
+    store = _C.c10d_store(torch_groups.store())
+    store.set(f"ready{rank}", "yes")
     if rank == 2:
+        for other in range(size):
+            store.get(f"ready{other}", TIMEOUT_MS)
         os.kill(os.getpid(), 9)
     start = time.monotonic()
 

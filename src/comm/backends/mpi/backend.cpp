@@ -173,10 +173,8 @@ void meet(const ConnectOptions& options) {
     }
   }
   HOPSHARD_CHECK(missing.empty(), TimeoutError,
-                 describe_call(kBackend, "connect", options.group.name, options.group),
-                 ": global rank ", join_ranks(missing), " did not arrive within the ",
-                 options.timeout.count(), " ms that rank ", options.group.global_rank(),
-                 " waited; look at what it does instead, or raise the time limit");
+                 describe_call(kBackend, "connect", options.group.name, options.group), ": ",
+                 did_not_arrive(missing, options.timeout, options.group.global_rank()));
 }
 
 CommunicatorPtr connect(const ConnectOptions& options) {

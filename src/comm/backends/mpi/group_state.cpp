@@ -354,10 +354,7 @@ void GroupState::give_up(const OperationPtr& operation, std::chrono::millisecond
     if (disagrees(pending)) {
       failure = {FailureKind::kSchedule, disagreement_text(pending)};
     } else {
-      failure.cause = concatenate("global rank ", join_ranks(missing_ranks(pending)),
-                                  " did not arrive within the ", limit.count(), " ms that rank ",
-                                  group_.global_rank(),
-                                  " waited; look at what it does instead, or raise the time limit");
+      failure.cause = did_not_arrive(missing_ranks(pending), limit, group_.global_rank());
     }
   } else {
     std::vector<int> ranks;
@@ -368,9 +365,10 @@ void GroupState::give_up(const OperationPtr& operation, std::chrono::millisecond
     }
     failure.cause =
         concatenate("all ranks arrived, but the data was not moved within the ", limit.count(),
-                    " ms that rank ", group_.global_rank(), " waited; global rank ",
-                    ranks.empty() ? std::to_string(group_.global_rank()) : join_ranks(ranks),
-                    " is slow, stopped or dead; look there, or raise the time limit");
+                    " ms that rank ", group_.global_rank(), " waited; ",
+                    name_global_ranks(ranks.empty() ? std::vector{group_.global_rank()} : ranks),
+                    ranks.size() > 1 ? " are" : " is",
+                    " slow, stopped or dead; look there, or raise the time limit");
   }
   const std::string cause = concatenate("the group is unusable since global rank ",
                                         group_.global_rank(), " gave up waiting: ", failure.cause);

@@ -200,8 +200,8 @@ MPI_Comm Progress::communicator_of(const std::vector<int>& global_ranks, millise
   if (future.wait_for(limit) != std::future_status::ready) {
     const std::lock_guard lock(mutex_);
     is_making_communicator_stuck_ = true;
-    throw TimeoutError(concatenate("mpi connect: MPI_Comm_create_group of global rank ",
-                                   join_ranks(global_ranks), " did not return within ",
+    throw TimeoutError(concatenate("mpi connect: MPI_Comm_create_group of ",
+                                   name_global_ranks(global_ranks), " did not return within ",
                                    limit.count(),
                                    " ms; all of them must connect the group, look at the others"));
   }

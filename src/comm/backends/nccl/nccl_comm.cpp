@@ -44,9 +44,7 @@ ncclConfig_t make_config(const Group& group) {
           ? concatenate("all ranks arrived, but NCCL did not connect them within ",
                         connect.limit.count(),
                         " ms; look at the network with NCCL_DEBUG=INFO, or raise the time limit")
-          : concatenate("global rank ", join_ranks(missing), " did not arrive within the ",
-                        connect.limit.count(), " ms that rank ", connect.group.global_rank(),
-                        " waited; look at what it does instead, or raise the time limit");
+          : did_not_arrive(missing, connect.limit, connect.group.global_rank());
   peers.report(NcclFailure{
       FailureKind::kComm, -1,
       concatenate("global rank ", connect.group.global_rank(), " gave up connecting: ", cause)});

@@ -237,13 +237,13 @@ NcclFailure Peers::diagnose(const GivenUp& given_up, const Progress& progress,
       concatenate(" within the ", given_up.limit.count(), " ms that rank ",
                   group_.ranks[static_cast<std::size_t>(given_up.member)], " waited");
   if (!silent.empty()) {
-    failure.cause = concatenate("global rank ", join_ranks(silent), " did not arrive", waited,
+    failure.cause = concatenate(name_global_ranks(silent), " did not arrive", waited,
                                 " and gives no sign of life; look whether its process has died");
   }
   if (!missing.empty()) {
-    failure.cause += concatenate(failure.cause.empty() ? "" : "; ", "global rank ",
-                                 join_ranks(missing), " did not arrive", waited,
-                                 "; look at what it does instead, or raise the time limit");
+    failure.cause += (failure.cause.empty() ? "" : "; ") +
+                     did_not_arrive(missing, given_up.limit,
+                                    group_.ranks[static_cast<std::size_t>(given_up.member)]);
   }
   if (failure.cause.empty()) {
     failure.cause =

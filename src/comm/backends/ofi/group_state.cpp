@@ -400,9 +400,7 @@ void GroupState::conclude_query() {
                         query.limit.count(), " ms that rank ", group_.global_rank(),
                         " waited; the network is too slow for it or a connection hangs. Look at "
                         "the links between the nodes, or raise the time limit")
-          : concatenate("global rank ", join_ranks(missing), " did not arrive within the ",
-                        query.limit.count(), " ms that rank ", group_.global_rank(),
-                        " waited; look at what it does instead, or raise the time limit");
+          : did_not_arrive(missing, query.limit, group_.global_rank());
   fail({.kind = FailureKind::kTimeout,
         .sequence = query.sequence,
         .cause = cause,

@@ -607,11 +607,11 @@ void SharedGroup::give_up(const Operation& operation, std::chrono::milliseconds 
     return;
   }
   const std::string text =
-      concatenate("global rank ", join_ranks(missing_ranks),
-                  sequence < num_moved_ ? " did not finish its part within the "
-                                        : " did not arrive within the ",
-                  timeout.count(), " ms that rank ", group().global_rank(),
-                  " waited; look at what it does instead, or raise the time limit");
+      sequence < num_moved_
+          ? concatenate(name_global_ranks(missing_ranks), " did not finish its part within the ",
+                        timeout.count(), " ms that rank ", group().global_rank(),
+                        " waited; look whether it hangs, or raise the time limit")
+          : did_not_arrive(missing_ranks, timeout, group().global_rank());
   static_cast<void>(
       publish_failure({Failure::Kind::kComm, concatenate(name_of(me()), " gave up waiting: ", text),
                        operation.sequence},
