@@ -242,8 +242,7 @@ class LocalGroup {
         }
       }
       fail(operation,
-           {FailureKind::kTimeout,
-            detail::did_not_arrive(missing, timeout, ranks_[member])});
+           {FailureKind::kTimeout, detail::did_not_arrive(missing, timeout, ranks_[member])});
     }
     poison_locked({FailureKind::kComm,
                    detail::concatenate("the group is unusable since global rank ", ranks_[member],
