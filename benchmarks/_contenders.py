@@ -5,24 +5,30 @@ Each is verified on known whole numbers before it is timed. Next: _peers.py.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
+import mmap
 import os
-import pathlib
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from hopshard.testing import copy_memory, sum_memory
 
 from benchmarks._peers import OpenMpi
 from benchmarks._promises import MEMORY
 
 OPS: Final = ("all_gather", "reduce_scatter", "all_reduce")
+
+# Linux's; Python 3.11 does not name them all.
+_MAP_FIXED: Final = 0x10
+_MADV_COLLAPSE: Final = 25
+_HUGE_PAGE_BYTES: Final = 2 * 2**20
+
+Call = Callable[[str, torch.Tensor, torch.Tensor], None]
+"""Of an operation, the whole buffer and the part."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Contender:
     """A reduce-scatter's output; a gather's input is its slot of ``whole``."""
     slots: Sequence[int]
     """Which part of the whole buffer belongs to which rank of the group."""
-    call: Callable[[str, torch.Tensor, torch.Tensor], None]
+    call: Call
     registered: bool | None = None
     ops: tuple[str, ...] = OPS
     is_roof: bool = False
@@ -135,7 +141,7 @@ def our_contender(
     return Contender(name, algorithm, *memory, slots, call, registered)
 
 
-def gloo_call(group: dist.ProcessGroup | None) -> Callable[[str, Any, Any], None]:
+def gloo_call(group: dist.ProcessGroup | None) -> Call:
     def call(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if op == "all_gather":
             dist.all_gather_into_tensor(whole, part, group=group)
@@ -147,7 +153,7 @@ def gloo_call(group: dist.ProcessGroup | None) -> Callable[[str, Any, Any], None
     return call
 
 
-def mpi_call(mpi: OpenMpi) -> Callable[[str, Any, Any], None]:
+def mpi_call(mpi: OpenMpi) -> Call:
     def call(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if op == "all_gather":
             mpi.all_gather(whole, part)
@@ -160,72 +166,89 @@ def mpi_call(mpi: OpenMpi) -> Callable[[str, Any, Any], None]:
 
 
 def memory_roofs(size: int, max_bytes: int, dtype: torch.dtype, rank: int) -> Iterator[Contender]:
-    """Plain loops over memory that the ranks share, which nobody waits in.
+    """Loops over memory that the ranks share, which nobody waits in.
 
-    all-gather: every rank copies the other ranks' slices by the C library's memmove, one by one and
-    as many as lie together. reduce-scatter: every rank adds its slice of all ranks' buffers.
+    all-gather: every rank copies the other ranks' slices. reduce-scatter: every rank adds its slice
+    of all ranks' buffers. By the loops of ``shm`` itself and by others; the fastest is the roof.
 
     Collective: all ranks.
     """
     numel = max_bytes // dtype.itemsize // size * size
-    n = numel // size
-    shared = shared_memory(size * numel, dtype)
-    shared[rank * numel : (rank + 1) * numel].fill_(1)
-    mine = torch.zeros(numel, dtype=dtype)
+    shared = shared_memory(2 * size * numel, dtype).view(2, size, numel)
+    source, mine = shared[0, rank], shared[1, rank]
+    source.fill_(1)
+    mine.zero_()
     dist.barrier()
 
-    def copy(whole: torch.Tensor, begin: int, end: int) -> None:
-        offset = begin * dtype.itemsize
-        ctypes.memmove(
-            whole.data_ptr() + offset, shared.data_ptr() + offset, (end - begin) * dtype.itemsize
-        )
+    def gather_with(copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> Call:
+        def gather(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+            count = whole.numel() // size
+            for step in range(1, size):
+                member = (rank + step) % size
+                span = slice(member * count, (member + 1) * count)
+                copy(whole[span], shared[0, member][span])
 
-    def gather_by_slice(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        count = whole.numel() // size
-        for step in range(1, size):
-            source = (rank + step) % size
-            copy(whole, source * count, (source + 1) * count)
+        return gather
 
-    def gather_at_once(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        # The larger a copy, the sooner the C library stores past the cache.
-        count = whole.numel() // size
-        copy(whole, 0, rank * count)
-        copy(whole, (rank + 1) * count, size * count)
+    def own_slices(part: torch.Tensor) -> torch.Tensor:
+        return shared[0, :, rank * part.numel() : (rank + 1) * part.numel()]
 
-    def reduce(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        count = part.numel()
-        rows = shared.view(size, numel)[:, rank * count : (rank + 1) * count]
+    def sum_in_one_pass(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        sum_memory(part, list(own_slices(part)))
+
+    def sum_in_blocks(op: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         block = 32 * 1024
-        for begin in range(0, count, block):
+        rows = own_slices(part)
+        for begin in range(0, part.numel(), block):
             columns = rows[:, begin : begin + block]
             target = part[begin : begin + block]
             torch.add(columns[0], columns[1 % size], out=target)
-            for source in range(2, size):
-                target.add_(columns[source])
+            for member in range(2, size):
+                target.add_(columns[member])
 
-    own_part = torch.zeros(n, dtype=dtype)
     for name, op, call in (
-        ("by slice", "all_gather", gather_by_slice),
-        ("at once", "all_gather", gather_at_once),
-        ("blocked", "reduce_scatter", reduce),
+        ("past the cache", "all_gather", gather_with(copy_memory)),
+        ("memmove", "all_gather", gather_with(_memmove)),
+        ("one pass", "reduce_scatter", sum_in_one_pass),
+        ("torch, blocked", "reduce_scatter", sum_in_blocks),
     ):
-        yield Contender(MEMORY, name, mine, own_part, range(size), call, ops=(op,), is_roof=True)
+        yield Contender(MEMORY, name, mine, mine, range(size), call, ops=(op,), is_roof=True)
+
+
+def _memmove(to: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
 
 
 def shared_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that all ranks of this host map. Collective: all ranks."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    names: list[Any] = [str(pathlib.Path(folder) / f"hopshard_benchmark_{uuid.uuid4().hex}")]
-    dist.broadcast_object_list(names)
-    path = pathlib.Path(names[0])
+    """Memory that all ranks of this host map, in huge pages where the kernel has them.
+
+    Collective: all ranks.
+    """
+    num_bytes = numel * dtype.itemsize
+    made: list[Any] = [None]
     if dist.get_rank() == 0:
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+        file = os.memfd_create("hopshard_benchmark")
+        os.posix_fallocate(file, 0, num_bytes)
+        made = [f"/proc/{os.getpid()}/fd/{file}"]
+    dist.broadcast_object_list(made)
+    file = os.open(made[0], os.O_RDWR)
+    address = _map(file, num_bytes)
     dist.barrier()
-    try:
-        memory = torch.from_file(names[0], shared=True, size=numel, dtype=dtype)
-        dist.barrier()
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    return memory
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def _map(file: int, num_bytes: int) -> int:
+    """Address of the mapping; Python's own cannot be told to lie where huge pages can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved = libc.mmap(None, num_bytes + _HUGE_PAGE_BYTES, 0, flags, -1, 0)
+    address = -(-reserved // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if libc.mmap(address, num_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, file, 0) != address:
+        raise OSError(ctypes.get_errno(), "mmap of the memory roof")
+    libc.madvise(address, num_bytes, _MADV_COLLAPSE)  # Fails on old kernels: small pages then.
+    return address

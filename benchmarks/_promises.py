@@ -75,6 +75,12 @@ def _on_one_host(rows: Sequence[Row]) -> list[Figure]:
             text = f"{where}: share of the memory roof"
             goal = _ROOF_GOAL if promised else None
             figures.append(_ratio(text, ours, by_backend[MEMORY], goal))
+    if MEMORY in by_backend:  # What no implementation can exceed on this machine.
+        roof = by_backend[MEMORY]
+        for name in (GLOO, OPEN_MPI):
+            if name in by_backend:
+                text = f"{roof.op} {size_name(roof.bytes)}, memory roof: times as fast as {name}"
+                figures.append(_ratio(text, roof, by_backend[name], None))
     return figures
 
 

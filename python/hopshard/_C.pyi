@@ -377,6 +377,20 @@ class Store:
     def prefixed(self, prefix: str) -> Store:
         """The part of the store whose keys begin with ``prefix/``."""
 
+def copy_memory(to: torch.Tensor, source: torch.Tensor) -> None:
+    """By the loops of ``shm``: past the cache if it is large. Contiguous CPU tensors, no overlap.
+
+    Raises:
+        InvalidArgument: other tensors, or different sizes in bytes.
+    """
+
+def sum_memory(to: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """``to = parts[0] + parts[1] + ...`` in one pass, by the loops of ``shm``.
+
+    Raises:
+        InvalidArgument: not contiguous, not on the CPU, no parts, or parts unlike ``to``.
+    """
+
 def memory_store() -> Store:
     """A store for ranks that are threads of this process."""
 
@@ -559,6 +573,7 @@ class ShardEngine:
         groups: ProcessGroups,
         backward_passes_per_step: int,
         second_hop_bucket_bytes: int,
+        prefetch_depth: int,
     ) -> None: ...
     def before_root_forward(self) -> None: ...
     def after_root_forward(self, outputs: Sequence[torch.Tensor]) -> None: ...

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "comm/memory_loops.hpp"
 #include "hopshard/collectives/hierarchical_communicator.hpp"
 #include "hopshard/collectives/select.hpp"
 #include "hopshard/comm/c10d.hpp"
@@ -54,6 +55,35 @@ class PyWork {
  private:
   WorkPtr work_;
 };
+
+void require_plain(const at::Tensor& tensor) {
+  HOPSHARD_CHECK(tensor.is_cpu() && tensor.is_contiguous(), InvalidArgument,
+                 "memory loops take contiguous CPU tensors");
+}
+
+void copy_memory(const at::Tensor& to, const at::Tensor& from) {
+  require_plain(to);
+  require_plain(from);
+  HOPSHARD_CHECK(to.nbytes() == from.nbytes(), InvalidArgument, "a copy of ", from.nbytes(),
+                 " bytes to ", to.nbytes());
+  detail::copy_memory(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes(),
+                      detail::store_mode_for(from.nbytes()));
+}
+
+void sum_memory(const at::Tensor& to, const std::vector<at::Tensor>& parts) {
+  require_plain(to);
+  HOPSHARD_CHECK(!parts.empty() && detail::is_reducible(to.scalar_type()), InvalidArgument,
+                 "a sum needs parts of a dtype that can be added");
+  std::vector<const void*> sources;
+  for (const at::Tensor& part : parts) {
+    require_plain(part);
+    HOPSHARD_CHECK(part.scalar_type() == to.scalar_type() && part.numel() == to.numel(),
+                   InvalidArgument, "the parts of a sum are like its result");
+    sources.push_back(part.const_data_ptr());
+  }
+  detail::reduce_memory(to.mutable_data_ptr(), sources.data(), sources.size(), to.numel(),
+                        {.dtype = to.scalar_type(), .mode = detail::store_mode_for(to.nbytes())});
+}
 
 /// What Python gets to hold. The end of a communicator may wait for a thread of its own, and that
 /// thread may need the GIL, to let go of a tensor that Python has seen.
@@ -227,6 +257,9 @@ void bind_backends(py::module_& m) {
             return make_prefix_store(std::move(self), std::move(prefix));
           },
           py::arg("prefix"));
+  m.def("copy_memory", &copy_memory, py::arg("to"), py::arg("source"), ReleaseGil());
+  m.def("sum_memory", &sum_memory, py::arg("to"), py::arg("parts"), ReleaseGil());
+
   m.def("memory_store", &make_memory_store);
   m.def("c10d_store", &make_c10d_store, py::arg("store"));
 

@@ -119,10 +119,12 @@ def test_figures_of_one_host() -> None:
         "all_gather 16 MiB, shm: share of the memory roof": (0.9, 0.85),
         "all_gather 16 MiB, shm, not registered: times as fast as gloo": (6.5, 5.0),
         "all_gather 16 MiB, shm, not registered: times as fast as open_mpi": (2.5, None),
+        "all_gather 16 MiB, memory roof: times as fast as gloo": (14.444, None),
+        "all_gather 16 MiB, memory roof: times as fast as open_mpi": (5.556, None),
         "all_reduce 4 KiB, shm, 2 ranks: time over open_mpi's": (2.0, 1.0),
     }
     assert [figure.met for figure in make_figures(rows, None)] == [
-        True, True, True, True, None, False
+        True, True, True, True, None, None, None, False
     ]  # fmt: skip
 
 

@@ -303,7 +303,17 @@ bool SharedGroup::prepare_location(Operation& operation, Location& location, boo
       operation.staging = std::move(*staging);
       char* const copy = static_cast<char*>(operation.staging.mutable_data_ptr());
       const bool fits_cache = num_bytes * size() <= kCacheBytes;
-      copy_memory(copy, data, num_bytes, fits_cache ? StoreMode::kCached : StoreMode::kStreaming);
+      const StoreMode mode = fits_cache ? StoreMode::kCached : StoreMode::kStreaming;
+      if (operation.record.kind == Kind::kReduceScatter) {
+        // Nobody but this rank reads its own slot, which it has.
+        const std::size_t before =
+            static_cast<std::size_t>(group().my_slot()) * operation.part_stride;
+        const std::size_t after = before + operation.part_bytes;
+        copy_memory(copy, data, before, mode);
+        copy_memory(copy + after, data + after, num_bytes - after, mode);
+      } else {
+        copy_memory(copy, data, num_bytes, mode);
+      }
       arena = Arenas::of_process().find(copy, num_bytes);
     }
   }
@@ -403,6 +413,9 @@ bool SharedGroup::move(Operation& operation) {
   }
   for (std::size_t member = 0; member < size(); ++member) {
     buffers_[member] = find_buffer(operation, member);
+  }
+  if (operation.record.kind == Kind::kReduceScatter && operation.staging.defined()) {
+    buffers_[me()].data = const_cast<char*>(operation.input_data);  // NOLINT: only read.
   }
   move_data(operation, group(), buffers_);
   for (PeerBuffer& buffer : buffers_) {
