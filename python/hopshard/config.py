@@ -101,6 +101,10 @@ class Config(BaseModel):
     """Bytes of gradient shards that travel between replicas in one all-reduce. Larger buckets
     use slow links better, smaller ones overlap more with backward."""
 
+    prefetch_depth: int = Field(default=1, ge=0)
+    """Units that are gathered ahead of their use, while others compute. Each costs the memory of
+    one gathered unit; 0 gathers on demand."""
+
     check_consistency: bool = True
     """Compare the model (names, shapes, initial values) across ranks when it is wrapped. The
     configuration itself is always compared."""

@@ -116,6 +116,7 @@ class DistributedModel(nn.Module):
             current.groups,
             backward_passes_per_step,
             current.config.second_hop_bucket_bytes,
+            current.config.prefetch_depth,
         )
         self._places = self._engine.parameters  # Every access to the engine's makes a new list.
         self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}

@@ -1,7 +1,5 @@
 #include "hopshard/collectives/two_hop_sync.hpp"
 
-#include <ATen/ops/mul.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -9,18 +7,13 @@
 
 namespace hopshard {
 
-void reduce_into_shard(Communicator& sharding, const at::Tensor& flat, const at::Tensor& shard,
-                       double scale, bool overwrite, const std::string& tag) {
+WorkPtr reduce_into_shard(Communicator& sharding, const at::Tensor& flat, const at::Tensor& shard,
+                          bool accumulate, const std::string& tag) {
   HOPSHARD_CHECK(flat.numel() == shard.numel() * sharding.size(), InvalidArgument, "hop 1 of ", tag,
                  " reduces ", flat.numel(), " elements over ", sharding.size(),
                  " ranks into a shard of ", shard.numel());
-  const at::Tensor sum = flat.narrow(0, sharding.group().my_slot() * shard.numel(), shard.numel());
-  sharding.reduce_scatter(sum, flat, ReduceOp::kSum, {.timeout = {}, .tag = tag})->wait();
-  if (overwrite) {
-    at::mul_out(const_cast<at::Tensor&>(shard), sum, at::Scalar(scale));
-  } else {
-    shard.add_(sum, scale);
-  }
+  return sharding.reduce_scatter(shard, flat, ReduceOp::kSum,
+                                 {.timeout = {}, .tag = tag, .accumulate = accumulate});
 }
 
 void sum_over_replicas(Communicator& replication, const at::Tensor& shards,

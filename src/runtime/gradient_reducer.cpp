@@ -3,14 +3,23 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "hopshard/collectives/two_hop_sync.hpp"
 #include "hopshard/core/error.hpp"
+#include "hopshard/core/log.hpp"
 
 namespace hopshard {
+
+namespace {
+
+/// More would hide more, and hold a flat gradient each.
+constexpr std::size_t kMostInFlight = 1;
+
+}  // namespace
 
 GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
                                  CommunicatorPtr replication, BufferPool& pool, double scale,
@@ -28,6 +37,11 @@ GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
 }
 
 GradientReducer::~GradientReducer() {
+  try {
+    finish_reductions();
+  } catch (const std::exception& error) {
+    HOPSHARD_LOG(kDebug, "a reduction that was not used failed: ", error.what());
+  }
   for (Pending& pending : pending_) {
     drop(pending);
   }
@@ -89,9 +103,11 @@ void GradientReducer::take(int parameter) {
   at::Tensor view = owner.flat->view_of(flat, place.position);
   const at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
   if (was_taken_[static_cast<std::size_t>(parameter)]) {
-    view.add_(dense);
+    view.add_(dense, scale_);
+  } else if (dense.scalar_type() == view.scalar_type()) {
+    at::mul_out(view, dense, at::Scalar(scale_));
   } else {
-    view.copy_(dense);
+    view.copy_(dense).mul_(scale_);  // In the precision of the sum.
   }
   was_taken_[static_cast<std::size_t>(parameter)] = true;
   has_gradient_[static_cast<std::size_t>(parameter)] = true;
@@ -110,11 +126,15 @@ void GradientReducer::reduce(int unit) {
     Pending& pending = pending_flat(buffer);
     const at::Tensor shard = sum.arenas[static_cast<std::size_t>(owner.arena)].narrow(
         0, owner.arena_begin, owner.master.numel());
-    reduce_into_shard(*sharding_, pending.flat, shard, scale_,
-                      /*overwrite=*/!sum.holds[static_cast<std::size_t>(buffer)],
-                      "reduce/" + store_.unit_name(unit));
+    while (in_flight_.size() >= kMostInFlight) {
+      finish_oldest();
+    }
+    WorkPtr work = reduce_into_shard(*sharding_, pending.flat, shard,
+                                     /*accumulate=*/sum.holds[static_cast<std::size_t>(buffer)],
+                                     "reduce/" + store_.unit_name(unit));
     sum.holds[static_cast<std::size_t>(buffer)] = true;
-    drop(pending);
+    pending.flat.reset();
+    in_flight_.push_back({std::move(work), std::exchange(pending.block, {})});
   }
   for (std::size_t i = 0; i < was_taken_.size(); ++i) {
     if (store_.parameters()[i].unit == unit) {
@@ -122,6 +142,24 @@ void GradientReducer::reduce(int unit) {
     }
   }
   is_open_ = true;
+}
+
+void GradientReducer::finish_oldest() {
+  const Reduction oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  try {
+    oldest.work->wait();
+  } catch (...) {
+    pool_.give_back(oldest.block);
+    throw;
+  }
+  pool_.give_back(oldest.block);
+}
+
+void GradientReducer::finish_reductions() {
+  while (!in_flight_.empty()) {
+    finish_oldest();
+  }
 }
 
 bool GradientReducer::has_leftover(int unit) const {
@@ -132,6 +170,7 @@ bool GradientReducer::has_leftover(int unit) const {
 
 void GradientReducer::second_hop() {
   const at::NoGradGuard no_grad;
+  finish_reductions();
   Sum& sum = target();
   allocate(sum);
   define_all(sum);
@@ -150,6 +189,7 @@ void GradientReducer::second_hop() {
 }
 
 void GradientReducer::zero() {
+  finish_reductions();
   for (Pending& pending : pending_) {
     drop(pending);
   }
@@ -163,6 +203,7 @@ void GradientReducer::zero() {
 
 void GradientReducer::zero(int parameter) {
   const at::NoGradGuard no_grad;
+  finish_reductions();
   const ParameterPlace& place = store_.parameters()[static_cast<std::size_t>(parameter)];
   const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
   for (Sum* sum : {&first_, &second_}) {
@@ -195,6 +236,7 @@ void GradientReducer::set_gradient(int parameter, const at::Tensor& full) {
 }
 
 const std::vector<at::Tensor>& GradientReducer::arenas() {
+  finish_reductions();
   define_all(first_);
   return first_.arenas;
 }

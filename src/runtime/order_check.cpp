@@ -13,17 +13,17 @@ namespace {
 
 constexpr std::size_t kMaxRemembered = 1 << 16;
 
+// Ranks may differ in whether a gather is ahead of its use, not in its place in the order.
 std::int64_t code_of(Action action) {
-  return static_cast<std::int64_t>(action.unit) * 4 + static_cast<std::int64_t>(action.kind);
+  return static_cast<std::int64_t>(action.unit) * 2 + (action.kind == ActionKind::kReduce ? 1 : 0);
 }
 
 std::string describe(std::int64_t code, const std::vector<std::string>& unit_names) {
   if (code < 0) {
     return "nothing more";
   }
-  const bool is_gather = static_cast<ActionKind>(code % 4) == ActionKind::kGather;
-  return detail::concatenate(is_gather ? "gather of '" : "reduction of '",
-                             unit_names.at(static_cast<std::size_t>(code / 4)), "'");
+  return detail::concatenate(code % 2 == 0 ? "gather of '" : "reduction of '",
+                             unit_names.at(static_cast<std::size_t>(code / 2)), "'");
 }
 
 }  // namespace

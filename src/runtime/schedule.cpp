@@ -8,8 +8,11 @@
 
 namespace hopshard {
 
-Schedule::Schedule(std::vector<UnitTraits> units) {
+Schedule::Schedule(std::vector<UnitTraits> units, int prefetch_depth)
+    : prefetch_depth_(prefetch_depth) {
   HOPSHARD_CHECK(!units.empty(), InvalidArgument, "a schedule needs at least the root unit");
+  HOPSHARD_CHECK(prefetch_depth >= 0, InvalidArgument, "prefetch_depth is ", prefetch_depth,
+                 "; it counts units and is at least 0");
   for (const UnitTraits& traits : units) {
     units_.push_back(State{.traits = traits});
   }
@@ -42,11 +45,14 @@ void Schedule::plan_backward_from_forward() {
   if (at(0).traits.is_trainable) {
     backward_plan_.push_back({ActionKind::kReduce, 0});
   }
+  find_prefetchable();
 }
 
 void Schedule::adopt_forward() {
   forward_plan_ = forward_seen_;
-  if (!has_adopted_backward_) {
+  if (has_adopted_backward_) {
+    find_prefetchable();
+  } else {
     plan_backward_from_forward();
   }
 }
@@ -54,6 +60,24 @@ void Schedule::adopt_forward() {
 void Schedule::adopt_backward() {
   backward_plan_ = backward_seen_;
   has_adopted_backward_ = true;
+  find_prefetchable();
+}
+
+void Schedule::find_prefetchable() {
+  std::vector<int> in_forward(units_.size());
+  std::vector<int> in_backward(units_.size());
+  for (const int unit : forward_plan_) {
+    ++in_forward[static_cast<std::size_t>(unit)];
+  }
+  for (const Action& action : backward_plan_) {
+    in_backward[static_cast<std::size_t>(action.unit)] +=
+        action.kind == ActionKind::kGather ? 1 : 0;
+  }
+  const auto is_one = [](int count) { return count == 1; };
+  is_once_in_forward_.resize(units_.size());
+  is_once_in_backward_.resize(units_.size());
+  std::transform(in_forward.begin(), in_forward.end(), is_once_in_forward_.begin(), is_one);
+  std::transform(in_backward.begin(), in_backward.end(), is_once_in_backward_.begin(), is_one);
 }
 
 const Schedule::State& Schedule::at(int unit) const {
@@ -67,10 +91,58 @@ Schedule::State& Schedule::at(int unit) {
 }
 
 void Schedule::gather(int unit, Actions& out) {
-  if (!at(unit).gathered) {
-    at(unit).gathered = true;
+  State& state = at(unit);
+  if (!state.gathered) {
+    state.gathered = true;
     out.push_back({ActionKind::kGather, unit});
+  } else if (std::exchange(state.in_flight, false)) {
+    out.push_back({ActionKind::kWait, unit});
   }
+}
+
+void Schedule::prefetch(int unit, Actions& out) {
+  State& state = at(unit);
+  state.expected = true;
+  if (!state.gathered) {
+    state.gathered = true;
+    state.in_flight = true;
+    out.push_back({ActionKind::kPrefetch, unit});
+  }
+}
+
+void Schedule::pass_forward(std::size_t position, Actions& out) {
+  if (prefetch_depth_ == 0) {
+    return;
+  }
+  prefetch(forward_plan_[position], out);
+  const std::size_t end =
+      std::min(position + 1 + static_cast<std::size_t>(prefetch_depth_), forward_plan_.size());
+  for (std::size_t i = position + 1; i < end; ++i) {
+    if (is_once_in_forward_[static_cast<std::size_t>(forward_plan_[i])]) {
+      prefetch(forward_plan_[i], out);
+    }
+  }
+  at(forward_plan_[position]).expected = false;
+}
+
+void Schedule::pass_backward(std::size_t position, Actions& out) {
+  if (prefetch_depth_ == 0) {
+    return;
+  }
+  prefetch(backward_plan_[position].unit, out);
+  int num_ahead = 0;
+  for (std::size_t i = position + 1; i < backward_plan_.size() && num_ahead < prefetch_depth_;
+       ++i) {
+    const Action& ahead = backward_plan_[i];
+    if (ahead.kind != ActionKind::kGather) {
+      continue;
+    }
+    ++num_ahead;
+    if (is_once_in_backward_[static_cast<std::size_t>(ahead.unit)]) {
+      prefetch(ahead.unit, out);
+    }
+  }
+  at(backward_plan_[position].unit).expected = false;
 }
 
 void Schedule::release_if_free(int unit, Actions& out) {
@@ -79,8 +151,9 @@ void Schedule::release_if_free(int unit, Actions& out) {
     return;
   }
   if (state.gathered && state.forward_depth == 0 && state.pins == 0 && !state.kept &&
-      !state.backward_active) {
+      !state.expected && !state.backward_active) {
     state.gathered = false;
+    state.in_flight = false;
     out.push_back({ActionKind::kRelease, unit});
   }
 }
@@ -132,10 +205,12 @@ Actions Schedule::before_forward(int unit) {
     if (found == forward_plan_.end()) {
       ++num_deviations_;
     } else {
-      for (auto skipped = from; skipped != found; ++skipped) {
-        take_part(*skipped, out);
+      const auto end = static_cast<std::size_t>(found - forward_plan_.begin());
+      for (; forward_position_ < end; ++forward_position_) {
+        pass_forward(forward_position_, out);
+        take_part(forward_plan_[forward_position_], out);
       }
-      forward_position_ = static_cast<std::size_t>(found - forward_plan_.begin()) + 1;
+      pass_forward(forward_position_++, out);
     }
     forward_seen_.push_back(unit);
   }
@@ -166,6 +241,7 @@ Actions Schedule::end_forward() {
   Actions out;
   HOPSHARD_CHECK(in_forward_, ScheduleError, "a forward ended that had not begun");
   for (; forward_position_ < forward_plan_.size(); ++forward_position_) {
+    pass_forward(forward_position_, out);
     take_part(forward_plan_[forward_position_], out);
   }
   in_forward_ = false;
@@ -203,14 +279,20 @@ bool Schedule::follow_backward_plan_to(Action target, Actions& out) {
       // Used twice, and this rank skipped what lies between: the others let it go and gather again.
       state.backward_active = false;
       release_if_free(passed.unit, out);
+      pass_backward(i, out);
       gather(passed.unit, out);
       state.backward_active = true;
     } else if (state.open_uses > 0) {
+      pass_backward(i, out);
       gather(passed.unit, out);  // It ran here: its backward comes later than planned.
       state.backward_active = true;
     } else {
+      pass_backward(i, out);
       take_part(passed.unit, out);
     }
+  }
+  if (target.kind == ActionKind::kGather) {
+    pass_backward(end, out);
   }
   return true;
 }
@@ -298,6 +380,7 @@ Actions Schedule::end_backward() {
       if (left.kind == ActionKind::kReduce) {
         reduce(left.unit, out);
       } else {
+        pass_backward(backward_position_, out);
         take_part(left.unit, out);
       }
     }
@@ -305,6 +388,7 @@ Actions Schedule::end_backward() {
   in_backward_ = false;
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
+    state.expected = false;
     state.kept = keep_gathered_ && state.gathered;
     state.backward_active = false;
     state.backward_seen = false;
@@ -337,6 +421,7 @@ Actions Schedule::reset() {
   in_backward_ = false;
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
+    state.expected = false;
     state.kept = false;
     state.backward_active = false;
     state.backward_seen = false;

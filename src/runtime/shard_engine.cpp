@@ -71,7 +71,7 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     traits.push_back({.is_trainable = store_->is_trainable(unit)});
   }
-  schedule_ = std::make_unique<Schedule>(std::move(traits));
+  schedule_ = std::make_unique<Schedule>(std::move(traits), options_.prefetch_depth);
   reducer_ = std::make_unique<GradientReducer>(*store_, groups_.sharding, groups_.replication,
                                                pool_, 1.0 / groups_.world->size(),
                                                options_.second_hop_bucket_bytes);
@@ -124,6 +124,17 @@ void ShardEngine::run(const Actions& actions) {
           const Timer timer(gather_seconds_);
           order_.record(action);
           store_->gather(action.unit);
+          break;
+        }
+        case ActionKind::kPrefetch: {
+          const Timer timer(gather_seconds_);
+          order_.record(action);
+          store_->begin_gather(action.unit);
+          break;
+        }
+        case ActionKind::kWait: {
+          const Timer timer(gather_seconds_);
+          store_->finish_gather(action.unit);
           break;
         }
         case ActionKind::kRelease: {
@@ -252,6 +263,10 @@ void ShardEngine::ensure_backward() {
   }
   if (schedule_->in_backward()) {
     recover();  // Autograd dropped the last backward without finishing it.
+  }
+  {
+    const Timer timer(reduce_seconds_);
+    reducer_->finish_reductions();  // Of the last micro-step: their buffers are needed again.
   }
   reconcile_gradients();
   pass_had_gradient_ = false;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "hopshard/core/error.hpp"
+#include "hopshard/core/log.hpp"
 #include "hopshard/layout/piece_table.hpp"
 
 namespace hopshard {
@@ -95,11 +96,8 @@ ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world
 }
 
 ShardStore::~ShardStore() {
-  for (ShardedBuffer& buffer : buffers_) {
-    if (buffer.flat->is_attached()) {
-      buffer.flat->detach();
-    }
-    pool_.give_back(buffer.memory);
+  for (int unit = 0; unit < num_units(); ++unit) {
+    release(unit);
   }
 }
 
@@ -183,33 +181,48 @@ bool ShardStore::is_trainable(int unit) const {
   return false;
 }
 
-void ShardStore::gather(int unit) {
+void ShardStore::begin_gather(int unit) {
   const at::NoGradGuard no_grad;
   for (const int index : buffers_of(unit)) {
     buffers_[static_cast<std::size_t>(index)].flat->check_untouched();
   }
-  std::vector<WorkPtr> in_flight;
   sharding_->group_begin();
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     buffer.memory = pool_.take(buffer.flat->nbytes());
-    buffer.flat->attach(buffer.memory.data);
-    in_flight.push_back(sharding_->all_gather(
-        buffer.flat->whole(), buffer.shard, {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
+    const at::Tensor whole =
+        at::from_blob(buffer.memory.data, {buffer.flat->layout().numel()}, buffer.shard.options());
+    buffer.gathering = sharding_->all_gather(whole, buffer.shard,
+                                             {.timeout = {}, .tag = "unshard/" + unit_name(unit)});
   }
   sharding_->group_end();
-  for (const WorkPtr& work : in_flight) {
-    work->wait();
+}
+
+void ShardStore::finish_gather(int unit) {
+  for (const int index : buffers_of(unit)) {
+    ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    if (const WorkPtr work = std::move(buffer.gathering)) {
+      work->wait();
+      buffer.flat->attach(buffer.memory.data);
+    }
   }
 }
 
-void ShardStore::release(int unit) {
+void ShardStore::release(int unit) noexcept {
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    try {
+      if (const WorkPtr work = std::move(buffer.gathering)) {
+        work->wait();
+      }
+    } catch (const std::exception& error) {
+      // Nobody wanted the values; whoever asks for others hears of it.
+      HOPSHARD_LOG(kDebug, "a gather that was not used failed: ", error.what());
+    }
     if (buffer.flat->is_attached()) {
       buffer.flat->detach();
-      pool_.give_back(std::exchange(buffer.memory, {}));
     }
+    pool_.give_back(std::exchange(buffer.memory, {}));
   }
 }
 

@@ -5,7 +5,7 @@
 //   hop 2, once per step      all-reduce of the shards over the replication group:
 //                             2 * (r-1)/r * M/p bytes per rank, in buckets across units
 //
-// The mean over the world is applied once, on the sums of hop 1, in the shard's precision.
+// The mean over the world is applied once, by whoever fills the flat gradient.
 // Next: runtime/shard_engine.hpp.
 #pragma once
 
@@ -18,12 +18,13 @@
 
 namespace hopshard {
 
-/// Hop 1. Collective over `sharding`.
-/// @param flat       [p * n]; its contents are lost.
-/// @param shard      [n]; becomes `scale * sum` or has it added.
-/// @param overwrite  the shard holds nothing yet.
-void reduce_into_shard(Communicator& sharding, const at::Tensor& flat, const at::Tensor& shard,
-                       double scale, bool overwrite, const std::string& tag);
+/// Hop 1. Collective over `sharding`; both tensors are in use until the work is done.
+/// @param flat        [p * n]; its contents are lost.
+/// @param shard       [n]; becomes the sum or has it added.
+/// @param accumulate  add; else the shard holds nothing yet.
+[[nodiscard]] WorkPtr reduce_into_shard(Communicator& sharding, const at::Tensor& flat,
+                                        const at::Tensor& shard, bool accumulate,
+                                        const std::string& tag);
 
 /// Hop 2. Collective over `replication`; all replicas end with bit-equal shards.
 /// @param shards       [n], summed in place.

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,7 @@ namespace hopshard {
 /// Threads: one at a time. Parameters are indexed as in ShardStore::parameters().
 class GradientReducer {
  public:
-  /// @param scale         applied to the sums of hop 1: 1 / n for the mean over the world.
+  /// @param scale         applied to each gradient as it is taken: 1 / n for the world's mean.
   /// @param bucket_bytes  the most that one all-reduce of hop 2 moves.
   GradientReducer(ShardStore& store, CommunicatorPtr sharding, CommunicatorPtr replication,
                   BufferPool& pool, double scale, std::int64_t bucket_bytes);
@@ -32,8 +33,11 @@ class GradientReducer {
 
   /// Moves the parameter's `grad` into its unit's flat gradient and clears it.
   void take(int parameter);
-  /// Hop 1, collective over the sharding group; zeros where nothing was taken.
+  /// Issues hop 1, collective over the sharding group; zeros where nothing was taken. It ends by
+  /// itself while the backward goes on; whatever reads the sums waits for it.
   void reduce(int unit);
+  /// Waits for all that were issued.
+  void finish_reductions();
   /// Gradients were taken that no reduction has carried yet.
   [[nodiscard]] bool has_leftover(int unit) const;
 
@@ -69,6 +73,11 @@ class GradientReducer {
     PoolBlock block;
     at::Tensor flat;  // Undefined: no gradient since the last reduction.
   };
+  struct Reduction {
+    WorkPtr work;
+    PoolBlock block;  // Its flat gradient.
+  };
+  void finish_oldest();
   void allocate(Sum& sum) const;
   void define(Sum& sum, int buffer) const;
   void define_all(Sum& sum) const;
@@ -83,6 +92,7 @@ class GradientReducer {
   double scale_;
   std::int64_t bucket_bytes_;
   std::vector<Pending> pending_;  // By buffer.
+  std::deque<Reduction> in_flight_;
   Sum first_;
   Sum second_;
   bool is_open_ = false;

@@ -12,6 +12,12 @@
 // the plan does not contain is gathered on demand, which is right when all ranks do the same.
 // Gradients that the plan has no reduction for stay in the unit's flat gradient and either ride
 // along with its next reduction or are reduced when the optimizer steps.
+//
+// [Note: prefetch]
+// Whoever passes a gather of the plan, because the unit runs or because it was skipped, also issues
+// the next few gathers of the plan. That depends on the place in the plan alone, so the order stays
+// one on all ranks. A unit that the plan gathers more than once is never prefetched: whether it is
+// still gathered from its last use may differ between ranks.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +27,11 @@
 namespace hopshard {
 
 enum class ActionKind {
-  kGather,   ///< Collective: attach memory to the unit's flat buffers and all-gather into it.
-  kRelease,  ///< Local: detach the memory; parameters become placeholders.
-  kReduce,   ///< Collective: hop 1 of the unit's gradients (zeros where none arrived).
+  kGather,    ///< Collective: attach memory to the unit's flat buffers, all-gather into it, wait.
+  kPrefetch,  ///< Collective: the same without waiting; kWait or kRelease follows.
+  kWait,      ///< Local: a prefetched unit is about to be used.
+  kRelease,   ///< Local: detach the memory; parameters become placeholders.
+  kReduce,    ///< Collective: hop 1 of the unit's gradients (zeros where none arrived).
 };
 
 struct Action {
@@ -43,7 +51,8 @@ struct UnitTraits {
 /// Threads: one at a time. Illegal events throw ScheduleError in all builds.
 class Schedule {
  public:
-  explicit Schedule(std::vector<UnitTraits> units);
+  /// @param prefetch_depth  gathers of the plan that are issued ahead of their use; 0 is none.
+  explicit Schedule(std::vector<UnitTraits> units, int prefetch_depth = 0);
 
   // Events of a forward pass. Between begin and end the plan is followed; a unit that is called
   // by itself (outside the root's forward) is gathered on demand.
@@ -71,7 +80,9 @@ class Schedule {
 
   [[nodiscard]] bool in_forward() const noexcept { return in_forward_; }
   [[nodiscard]] bool in_backward() const noexcept { return in_backward_; }
-  [[nodiscard]] bool is_gathered(int unit) const { return at(unit).gathered; }
+  [[nodiscard]] bool is_gathered(int unit) const {
+    return at(unit).gathered && !at(unit).in_flight;
+  }
   [[nodiscard]] bool is_pinned(int unit) const { return at(unit).pins > 0; }
 
   // Plans. `recorded_*` is what the last pass saw; `adopt_*` makes it the plan.
@@ -87,7 +98,9 @@ class Schedule {
  private:
   struct State {
     UnitTraits traits;
-    bool gathered = false;
+    bool gathered = false;         // Or being gathered.
+    bool in_flight = false;        // Prefetched, and not waited for.
+    bool expected = false;         // Prefetched, and the plan has not come to it.
     bool kept = false;             // Stays gathered after its forward.
     bool backward_active = false;  // Gathered for its backward.
     bool backward_seen = false;    // Its backward runs.
@@ -100,7 +113,11 @@ class Schedule {
   const State& at(int unit) const;
   State& at(int unit);
   void plan_backward_from_forward();
+  void find_prefetchable();
   void gather(int unit, Actions& out);
+  void prefetch(int unit, Actions& out);
+  void pass_forward(std::size_t position, Actions& out);
+  void pass_backward(std::size_t position, Actions& out);
   void release_if_free(int unit, Actions& out);
   void take_part(int unit, Actions& out);
   void reduce(int unit, Actions& out);
@@ -110,10 +127,13 @@ class Schedule {
   void finish_units_after(int unit, Actions& out);
 
   std::vector<State> units_;
+  int prefetch_depth_ = 0;
   std::vector<int> forward_plan_;
   std::vector<int> forward_seen_;
   std::size_t forward_position_ = 0;
   Actions backward_plan_;
+  std::vector<bool> is_once_in_forward_;  // By unit: gathered once by the plan.
+  std::vector<bool> is_once_in_backward_;
   Actions backward_seen_;
   std::size_t backward_position_ = 0;
   bool has_adopted_backward_ = false;

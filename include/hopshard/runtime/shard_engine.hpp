@@ -23,11 +23,12 @@ namespace hopshard {
 struct EngineOptions {
   int backward_passes_per_step = 1;  ///< Hop 2 follows every so many.
   std::int64_t second_hop_bucket_bytes = std::int64_t{64} << 20;
+  int prefetch_depth = 1;  ///< Units gathered ahead of their use.
 };
 
 /// Wall time and memory since construction, of this rank.
 struct EngineStatistics {
-  double gather_seconds = 0;
+  double gather_seconds = 0;  ///< That the computation waited for gathers; what is hidden is free.
   double reduce_seconds = 0;
   double second_hop_seconds = 0;
   std::int64_t persistent_bytes = 0;  ///< Shards, masters and gradient sums.

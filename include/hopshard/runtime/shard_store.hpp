@@ -35,9 +35,10 @@ struct ShardedBuffer {
   int unit = 0;
   bool is_trainable = false;
   std::unique_ptr<FlatBuffer> flat;
-  PoolBlock memory;  ///< Attached to `flat` while gathered.
-  at::Tensor shard;  ///< [slice_numel], compute dtype: what gathers send.
-  int arena = -1;    ///< Index of the arena that holds the master; -1 if frozen.
+  PoolBlock memory;   ///< Attached to `flat` while gathered.
+  WorkPtr gathering;  ///< Fills `memory`, which is not attached before it is done.
+  at::Tensor shard;   ///< [slice_numel], compute dtype: what gathers send.
+  int arena = -1;     ///< Index of the arena that holds the master; -1 if frozen.
   std::int64_t arena_begin = 0;
   at::Tensor master;  ///< [slice_numel], a view of the arena; `shard` itself if same dtype.
 };
@@ -77,10 +78,17 @@ class ShardStore {
   [[nodiscard]] const std::vector<at::Tensor>& arenas() const noexcept { return arenas_; }
   [[nodiscard]] bool is_trainable(int unit) const;
 
-  /// Collective over `sharding`: the unit's parameters become whole.
-  void gather(int unit);
+  /// Collective over `sharding`: issues the unit's all-gathers; finish_gather or release follows.
+  void begin_gather(int unit);
+  /// Waits, then the unit's parameters become whole.
+  void finish_gather(int unit);
+  /// Both.
+  void gather(int unit) {
+    begin_gather(unit);
+    finish_gather(unit);
+  }
   /// They become placeholders. Nothing happens to a unit that is not gathered.
-  void release(int unit);
+  void release(int unit) noexcept;
   /// Copies this rank's slice of the gathered parameters into shard and master.
   /// @throws ConfigError  a parameter was given another shape or dtype.
   void write_back(int unit);

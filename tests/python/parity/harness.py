@@ -140,6 +140,7 @@ def train_sharded(
     accumulation: int,
     steps: int,
     ranks_per_node: int | None = None,
+    prefetch_depth: int = 1,
 ) -> list[History]:
     """The same on ranks; every rank's weights are recorded. Losses are this rank's alone."""
 
@@ -164,7 +165,11 @@ def train_sharded(
         return history
 
     return run_ranks(
-        train, world, sharded_data_parallel_degree=degree, ranks_per_node=ranks_per_node
+        train,
+        world,
+        sharded_data_parallel_degree=degree,
+        ranks_per_node=ranks_per_node,
+        prefetch_depth=prefetch_depth,
     )
 
 

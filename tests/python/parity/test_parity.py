@@ -31,6 +31,7 @@ FACTORS = {
     "accumulation": (1, 2, 4),
     "optimizer": tuple(OPTIMIZERS),
     "ranks_per_node": (1, 2, 4),
+    "prefetch": (1, 0, 3),
 }
 
 
@@ -41,7 +42,7 @@ def is_legal(case: pairs.Case) -> bool:
 def describe(case: pairs.Case) -> str:
     return (
         f"{case['model']}-n{case['grid'][0]}-p{case['grid'][1]}-k{case['ranks_per_node']}"
-        f"-a{case['accumulation']}-{case['optimizer']}"
+        f"-a{case['accumulation']}-{case['optimizer']}-ahead{case['prefetch']}"
     )
 
 
@@ -74,6 +75,7 @@ def test_losses_and_weights_are_those_of_one_process(case: pairs.Case) -> None:
         accumulation=case["accumulation"],
         steps=STEPS,
         ranks_per_node=case["ranks_per_node"],
+        prefetch_depth=case["prefetch"],
     )
     # Adaptive optimizers amplify rounding: there, ten times what it does to two plain runs.
     factor = 0.0 if case["optimizer"] == "sgd" else 10.0

@@ -66,8 +66,9 @@ def test_bytes_that_stay(n: int, degree: int, micro_steps: int) -> None:
     run_ranks(run, n, sharded_data_parallel_degree=degree)
 
 
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_pool_holds_two_units_and_the_root(micro_steps: int) -> None:
+def test_pool_holds_a_few_units_and_the_root(micro_steps: int, prefetch_depth: int) -> None:
     """Never the model: gathers come and go, and gradients leave with their unit."""
     base = Wide()
     block = 4 * (WIDTH * WIDTH + WIDTH) + 2048  # With padding.
@@ -82,11 +83,13 @@ def test_pool_holds_two_units_and_the_root(micro_steps: int) -> None:
                 model(torch.ones(2, WIDTH)).mean().backward()
             optimizer.step()
         statistics = model.statistics()
-        assert statistics["pool_bytes"] <= 2 * root + 3 * block
+        # A unit, those that are gathered ahead, and flat gradients: one fills, one is reduced.
+        most = 2 * root + (3 + prefetch_depth) * block
+        assert statistics["pool_bytes"] <= most
         stays = statistics["persistent_bytes"] + statistics["optimizer_bytes"]
-        assert statistics["peak_bytes"] <= stays + 2 * root + 3 * block
+        assert statistics["peak_bytes"] <= stays + most
 
-    run_ranks(run, 4, sharded_data_parallel_degree=4)
+    run_ranks(run, 4, sharded_data_parallel_degree=4, prefetch_depth=prefetch_depth)
 
 
 def _plain(model: Any, optimizer: Any) -> None:
@@ -198,6 +201,6 @@ def test_memory_of_real_processes(run: Any, tmp_path: Any) -> None:
         assert found["engine"] <= 1.02 * stays
         # The pool's blocks are whole units; transports and the allocator keep some more. A whole
         # copy of the weights, 100 MB, would show.
-        assert found["pool"] <= 4 * 4 * (1024 * 1024 + 1024) + 2**16
+        assert found["pool"] <= 5 * 4 * (1024 * 1024 + 1024) + 2**16
         assert found["process"] <= 1.02 * stays + found["pool"] + 32 * 2**20, found
         assert found["process"] >= 0.9 * stays, found

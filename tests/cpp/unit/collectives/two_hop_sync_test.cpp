@@ -18,7 +18,7 @@ using testing::run_ranks;
 using testing::world_of;
 
 // Slot s of rank i's flat gradient holds 10 i + s: the shard in slot s is 10 (0 + … + p-1) + p s.
-TEST(HopOne, AddsTheScaledSumOfThisRanksSlot) {
+TEST(HopOne, AddsTheSumOfThisRanksSlot) {
   for (const std::vector<int>& slots : {std::vector<int>{}, {0, 2, 1, 3}, {3, 2, 1, 0}}) {
     run_ranks(4, [&](int rank, LocalHub& hub) {
       const CommunicatorPtr sharding = hub.communicator(world_of(4, rank, slots));
@@ -27,8 +27,8 @@ TEST(HopOne, AddsTheScaledSumOfThisRanksSlot) {
       for (int pass = 1; pass <= 2; ++pass) {
         const at::Tensor flat =
             at::arange(20, at::kFloat).div(5, "floor").add(static_cast<double>(10 * rank));
-        reduce_into_shard(*sharding, flat, shard, 0.25, /*overwrite=*/pass == 1, "reduce/h.0");
-        const double sum = (10 * 6 + 4 * slot) * 0.25;
+        reduce_into_shard(*sharding, flat, shard, /*accumulate=*/pass > 1, "reduce/h.0")->wait();
+        const double sum = 10 * 6 + 4 * slot;
         EXPECT_TRUE(at::equal(shard, at::full({5}, sum * pass, at::kFloat))) << shard;
       }
     });
@@ -39,7 +39,7 @@ TEST(HopOne, RefusesSizesThatDoNotFit) {
   run_ranks(2, [](int rank, LocalHub& hub) {
     const CommunicatorPtr sharding = hub.communicator(world_of(2, rank));
     EXPECT_THROW(
-        reduce_into_shard(*sharding, at::full({7}, 1.0), at::full({4}, 0.0), 1.0, true, "t"),
+        reduce_into_shard(*sharding, at::full({7}, 1.0), at::full({4}, 0.0), false, "t")->wait(),
         InvalidArgument);
   });
 }

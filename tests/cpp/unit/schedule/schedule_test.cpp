@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <random>
 #include <string>
@@ -26,10 +27,8 @@ std::vector<UnitTraits> trainable(int num_units) {
 std::string text_of(const Actions& actions) {
   std::string text;
   for (const Action& action : actions) {
-    text += action.kind == ActionKind::kGather    ? " G"
-            : action.kind == ActionKind::kRelease ? " -"
-                                                  : " R";
-    text += std::to_string(action.unit);
+    constexpr std::array kNames = {" G", " P", " W", " -", " R"};
+    text += kNames.at(static_cast<std::size_t>(action.kind)) + std::to_string(action.unit);
   }
   return text;
 }
@@ -54,10 +53,11 @@ Program one_after_another(int num_units) {
 /// model of memory and checks each of them.
 class Rank {
  public:
-  explicit Rank(std::vector<UnitTraits> traits)
-      : schedule(traits),
+  explicit Rank(std::vector<UnitTraits> traits, int prefetch_depth = 0)
+      : schedule(traits, prefetch_depth),
         traits_(std::move(traits)),
         gathered_(traits_.size(), false),
+        in_flight_(traits_.size(), false),
         pending_(traits_.size(), false),
         num_reductions_(traits_.size(), 0) {}
 
@@ -66,13 +66,20 @@ class Rank {
       const auto unit = static_cast<std::size_t>(action.unit);
       switch (action.kind) {
         case ActionKind::kGather:
+        case ActionKind::kPrefetch:
           ASSERT_FALSE(gathered_[unit]) << "unit " << unit << " is gathered twice";
           gathered_[unit] = true;
-          collectives.push_back(action);
+          in_flight_[unit] = action.kind == ActionKind::kPrefetch;
+          collectives.push_back(gather(action.unit));
+          break;
+        case ActionKind::kWait:
+          ASSERT_TRUE(in_flight_[unit]) << "unit " << unit << " is waited for without need";
+          in_flight_[unit] = false;
           break;
         case ActionKind::kRelease:
           ASSERT_TRUE(gathered_[unit]) << "unit " << unit << " is released twice";
           gathered_[unit] = false;
+          in_flight_[unit] = false;
           break;
         case ActionKind::kReduce:
           ASSERT_TRUE(traits_[unit].is_trainable) << "frozen unit " << unit << " is reduced";
@@ -83,7 +90,7 @@ class Rank {
       }
     }
     for (std::size_t unit = 0; unit < gathered_.size(); unit += 1 + gathered_.size() / 8) {
-      ASSERT_EQ(gathered_[unit], schedule.is_gathered(static_cast<int>(unit)));
+      ASSERT_EQ(gathered_[unit] && !in_flight_[unit], schedule.is_gathered(static_cast<int>(unit)));
     }
     most_gathered = std::max(most_gathered, num_gathered());
   }
@@ -127,6 +134,8 @@ class Rank {
   void expect_gathered(int unit, const std::string& when) const {
     ASSERT_TRUE(gathered_[static_cast<std::size_t>(unit)])
         << "unit " << unit << " is sharded in " << when;
+    ASSERT_FALSE(in_flight_[static_cast<std::size_t>(unit)])
+        << "unit " << unit << " is still being gathered in " << when;
   }
 
   [[nodiscard]] int num_gathered() const {
@@ -198,6 +207,7 @@ class Rank {
 
   std::vector<UnitTraits> traits_;
   std::vector<bool> gathered_;
+  std::vector<bool> in_flight_;
   std::vector<bool> pending_;
   std::vector<int> num_reductions_;
   std::vector<const Call*> first_uses_;
@@ -263,15 +273,39 @@ TEST(Schedule, GathersReleasesAndReducesEachUnitOnceInOrder) {
   EXPECT_EQ(schedule.num_deviations(), 0);
 }
 
-TEST(Schedule, ASecondStepWithTheLearnedPlanIssuesTheSame) {
-  Rank rank(trainable(9));
+class Prefetching : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Depths, Prefetching, ::testing::Values(0, 1, 2, 20));
+
+TEST(Schedule, PrefetchesTheNextUnitOfThePlan) {
+  Schedule schedule(trainable(4), /*prefetch_depth=*/1);
+  EXPECT_EQ(schedule.begin_forward(), Actions());
+  EXPECT_EQ(text_of(schedule.before_forward(0)), " P0 P1 W0");
+  EXPECT_EQ(text_of(schedule.before_forward(1)), " P2 W1");  // 2 travels while 1 computes.
+  EXPECT_EQ(text_of(schedule.after_forward(1, true, false)), " -1");
+  EXPECT_EQ(text_of(schedule.before_forward(3)), " P3 W2 -2 W3");  // 2 was skipped.
+  EXPECT_EQ(text_of(schedule.after_forward(3, true, false)), " -3");
+  EXPECT_EQ(text_of(schedule.after_forward(0, true, true)), "");
+  EXPECT_EQ(text_of(schedule.end_forward()), "");
+
+  schedule.begin_backward(/*keep=*/false);
+  EXPECT_EQ(text_of(schedule.before_backward(0)), " P3");
+  EXPECT_EQ(text_of(schedule.before_backward(3)), " P2 W3");
+  EXPECT_FALSE(schedule.is_gathered(2));  // Not before it is waited for.
+  schedule.gradient_arrived(3);
+  EXPECT_EQ(text_of(schedule.gradients_complete(3)), " R3 -3");
+  EXPECT_EQ(text_of(schedule.reset()), " -0 -2");  // An exception: the one under way, too.
+}
+
+TEST_P(Prefetching, ASecondStepWithTheLearnedPlanIssuesTheSame) {
+  Rank rank(trainable(9), GetParam());
   const Program program = one_after_another(9);
   rank.forward(program);
   rank.backward(program);
   rank.expect_every_unit_reduced_once();
   const Actions first = rank.take_collectives();
   EXPECT_EQ(rank.num_gathered(), 0);
-  EXPECT_EQ(rank.most_gathered, 2);  // The root and one unit.
+  // The root and one unit, and what travels.
+  EXPECT_EQ(rank.most_gathered, std::min(2 + GetParam(), 9));
   rank.schedule.adopt_forward();
   rank.schedule.adopt_backward();
   rank.forward(program);
@@ -583,6 +617,7 @@ struct RandomCase {
   int num_steps = 0;
   double skip = 0;
   bool first_step_skips = false;
+  int prefetch_depth = 0;
 };
 
 class RandomSkips : public ::testing::TestWithParam<RandomCase> {};
@@ -597,7 +632,8 @@ TEST_P(RandomSkips, AllRanksIssueOneOrder) {
   for (std::size_t unit = 1; unit < traits.size(); ++unit) {
     traits[unit].is_trainable = !is_frozen(random);
   }
-  std::vector<Rank> ranks(static_cast<std::size_t>(param.num_ranks), Rank(traits));
+  std::vector<Rank> ranks(static_cast<std::size_t>(param.num_ranks),
+                          Rank(traits, param.prefetch_depth));
   std::bernoulli_distribution is_skipped(param.skip);
   std::bernoulli_distribution is_incomplete(0.2);
   for (int step = 0; step < param.num_steps; ++step) {
@@ -617,7 +653,7 @@ TEST_P(RandomSkips, AllRanksIssueOneOrder) {
       rank.backward(program);
       ASSERT_EQ(rank.num_gathered(), 0);
       rank.expect_every_unit_reduced_once();
-      ASSERT_LE(rank.most_gathered, 2);
+      ASSERT_LE(rank.most_gathered, 2 + param.prefetch_depth);
       if (HasFatalFailure()) {
         return;
       }
@@ -636,16 +672,19 @@ INSTANTIATE_TEST_SUITE_P(
     Sizes, RandomSkips,
     ::testing::Values(RandomCase{2, 4, 6, 0.5, true}, RandomCase{5, 64, 8, 0.5, true},
                       RandomCase{5, 64, 8, 0.5, false}, RandomCase{60, 512, 3, 0.3, false},
-                      RandomCase{60, 64, 3, 0.9, true}, RandomCase{2000, 6, 2, 0.3, false}),
+                      RandomCase{60, 64, 3, 0.9, true}, RandomCase{2000, 6, 2, 0.3, false},
+                      RandomCase{5, 64, 8, 0.5, true, 1}, RandomCase{5, 64, 8, 0.5, false, 2},
+                      RandomCase{60, 64, 4, 0.3, false, 1}, RandomCase{60, 64, 4, 0.9, true, 4}),
     [](const auto& tested) {
       return "units" + std::to_string(tested.param.num_units) + "_ranks" +
              std::to_string(tested.param.num_ranks) + "_skip" +
              std::to_string(static_cast<int>(tested.param.skip * 100)) +
-             (tested.param.first_step_skips ? "_at_once" : "");
+             (tested.param.first_step_skips ? "_at_once" : "") + "_prefetch" +
+             std::to_string(tested.param.prefetch_depth);
     });
 
 // A learned order in which units run twice and inside one another; ranks leave out whole units.
-TEST(Schedule, LearnedOrdersHoldWhenRanksSkipUnits) {
+TEST_P(Prefetching, LearnedOrdersHoldWhenRanksSkipUnits) {
   const Program whole = {{.unit = 4},
                          {.unit = 1, .inside = {{.unit = 2}, {.unit = 3}}},
                          {.unit = 5},
@@ -653,7 +692,7 @@ TEST(Schedule, LearnedOrdersHoldWhenRanksSkipUnits) {
                          {.unit = 6}};
   std::mt19937_64 random(5);
   std::bernoulli_distribution is_skipped(0.4);
-  std::vector<Rank> ranks(32, Rank(trainable(7)));
+  std::vector<Rank> ranks(32, Rank(trainable(7), GetParam()));
   for (int step = 0; step < 20; ++step) {
     for (Rank& rank : ranks) {
       std::vector<bool> skips;
@@ -692,8 +731,8 @@ TEST(Schedule, LearnedOrdersHoldWhenRanksSkipUnits) {
 
 // All ranks leave the learned order together (another branch of the model): on demand, and what the
 // plan has no place for is left for the step's end, on all ranks alike.
-TEST(Schedule, AnotherOrderOnAllRanksIsCarriedOutOnDemand) {
-  std::vector<Rank> ranks(3, Rank(trainable(4)));
+TEST_P(Prefetching, AnotherOrderOnAllRanksIsCarriedOutOnDemand) {
+  std::vector<Rank> ranks(3, Rank(trainable(4), GetParam()));
   const Program learned = one_after_another(4);
   const Program other = {{.unit = 3}, {.unit = 1}, {.unit = 2}};
   for (Rank& rank : ranks) {
