@@ -98,8 +98,9 @@ class Config(BaseModel):
     once, after the last."""
 
     second_hop_bucket_bytes: int = Field(default=64 * _MIB, ge=1)
-    """Bytes of gradient shards that travel between replicas in one all-reduce. Larger buckets
-    use slow links better, smaller ones overlap more with backward."""
+    """Most bytes of gradient shards that travel between replicas in one all-reduce. Small models
+    use less, so that the first of about four can start early in the last backward. Larger buckets
+    use slow links better, smaller ones overlap more."""
 
     prefetch_depth: int = Field(default=1, ge=0)
     """Units that are gathered ahead of their use, while others compute. Each costs the memory of

@@ -16,8 +16,8 @@ WorkPtr reduce_into_shard(Communicator& sharding, const at::Tensor& flat, const 
                                  {.timeout = {}, .tag = tag, .accumulate = accumulate});
 }
 
-void sum_over_replicas(Communicator& replication, const at::Tensor& shards,
-                       std::int64_t bucket_bytes, const std::string& tag) {
+std::vector<WorkPtr> sum_over_replicas(Communicator& replication, const at::Tensor& shards,
+                                       std::int64_t bucket_bytes, const std::string& tag) {
   HOPSHARD_CHECK(bucket_bytes > 0, InvalidArgument, "a bucket of ", bucket_bytes, " bytes");
   const std::int64_t bucket_numel = std::max<std::int64_t>(1, bucket_bytes / shards.element_size());
   std::vector<WorkPtr> in_flight;
@@ -28,9 +28,7 @@ void sum_over_replicas(Communicator& replication, const at::Tensor& shards,
                                                {.timeout = {}, .tag = tag}));
   }
   replication.group_end();
-  for (const WorkPtr& work : in_flight) {
-    work->wait();
-  }
+  return in_flight;
 }
 
 }  // namespace hopshard

@@ -18,6 +18,10 @@ namespace {
 
 /// More would hide more, and hold a flat gradient each.
 constexpr std::size_t kMostInFlight = 1;
+/// Hop 2 comes in about as many buckets, where they are not small: the first can start early, and
+/// what is left at the end of the backward is short.
+constexpr std::int64_t kBucketsPerPass = 4;
+constexpr std::int64_t kSmallBucketBytes = std::int64_t{1} << 20;
 
 }  // namespace
 
@@ -31,14 +35,21 @@ GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
       scale_(scale),
       bucket_bytes_(bucket_bytes),
       pending_(store.buffers().size()),
+      is_collected_(store.buffers().size(), false),
       has_gradient_(store.parameters().size(), false),
       was_taken_(store.parameters().size(), false) {
   allocate(first_);
+  std::int64_t num_bytes = 0;
+  for (const at::Tensor& arena : store_.arenas()) {
+    num_bytes += static_cast<std::int64_t>(arena.nbytes());
+  }
+  early_bucket_bytes_ =
+      std::min(bucket_bytes_, std::max(kSmallBucketBytes, num_bytes / kBucketsPerPass));
 }
 
 GradientReducer::~GradientReducer() {
   try {
-    finish_reductions();
+    settle();
   } catch (const std::exception& error) {
     HOPSHARD_LOG(kDebug, "a reduction that was not used failed: ", error.what());
   }
@@ -114,7 +125,7 @@ void GradientReducer::take(int parameter) {
   grad.reset();
 }
 
-void GradientReducer::reduce(int unit) {
+void GradientReducer::reduce(int unit, bool is_final) {
   const at::NoGradGuard no_grad;
   Sum& sum = target();
   allocate(sum);
@@ -134,7 +145,7 @@ void GradientReducer::reduce(int unit) {
                                      "reduce/" + store_.unit_name(unit));
     sum.holds[static_cast<std::size_t>(buffer)] = true;
     pending.flat.reset();
-    in_flight_.push_back({std::move(work), std::exchange(pending.block, {})});
+    in_flight_.push_back({std::move(work), std::exchange(pending.block, {}), buffer, is_final});
   }
   for (std::size_t i = 0; i < was_taken_.size(); ++i) {
     if (store_.parameters()[i].unit == unit) {
@@ -154,11 +165,68 @@ void GradientReducer::finish_oldest() {
     throw;
   }
   pool_.give_back(oldest.block);
+  if (hops_early_ && oldest.is_final) {
+    collect(oldest.buffer);
+    if (filled_bytes_ >= early_bucket_bytes_) {
+      issue_bucket();
+    }
+  }
 }
 
 void GradientReducer::finish_reductions() {
   while (!in_flight_.empty()) {
     finish_oldest();
+  }
+}
+
+void GradientReducer::begin_pass(bool is_last) {
+  finish_reductions();
+  hops_early_ = is_last && replication_->size() > 1;
+}
+
+bool GradientReducer::is_hopping() const noexcept {
+  return std::find(is_collected_.begin(), is_collected_.end(), true) != is_collected_.end();
+}
+
+void GradientReducer::forget_hops() {
+  hops_early_ = false;
+  is_collected_.assign(is_collected_.size(), false);
+  bucket_.clear();
+  filled_bytes_ = 0;
+}
+
+void GradientReducer::collect(int buffer) {
+  const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(buffer)];
+  is_collected_[static_cast<std::size_t>(buffer)] = true;
+  const Range range{owner.arena, owner.arena_begin, owner.arena_begin + owner.master.numel()};
+  filled_bytes_ += static_cast<std::int64_t>(owner.master.nbytes());
+  // A backward mostly goes down the arena, the rest of a pass up.
+  if (!bucket_.empty() && bucket_.back().arena == range.arena &&
+      bucket_.back().begin == range.end) {
+    bucket_.back().begin = range.begin;
+  } else if (!bucket_.empty() && bucket_.back().arena == range.arena &&
+             bucket_.back().end == range.begin) {
+    bucket_.back().end = range.end;
+  } else {
+    bucket_.push_back(range);
+  }
+}
+
+void GradientReducer::issue_bucket() {
+  for (const Range& range : std::exchange(bucket_, {})) {
+    const at::Tensor part = target().arenas[static_cast<std::size_t>(range.arena)].narrow(
+        0, range.begin, range.end - range.begin);
+    for (WorkPtr& work : sum_over_replicas(*replication_, part, bucket_bytes_, "second_hop/all")) {
+      second_hops_.push_back(std::move(work));
+    }
+  }
+  filled_bytes_ = 0;
+}
+
+void GradientReducer::settle() {
+  finish_reductions();
+  for (const WorkPtr& work : std::exchange(second_hops_, {})) {
+    work->wait();
   }
 }
 
@@ -174,9 +242,15 @@ void GradientReducer::second_hop() {
   Sum& sum = target();
   allocate(sum);
   define_all(sum);
-  for (std::size_t arena = 0; arena < sum.arenas.size(); ++arena) {
-    sum_over_replicas(*replication_, sum.arenas[arena], bucket_bytes_, "second_hop/all");
+  for (int buffer = 0; buffer < static_cast<int>(store_.buffers().size()); ++buffer) {
+    if (store_.buffers()[static_cast<std::size_t>(buffer)].is_trainable &&
+        !is_collected_[static_cast<std::size_t>(buffer)]) {
+      collect(buffer);
+    }
   }
+  issue_bucket();
+  forget_hops();
+  settle();
   if (&sum == &second_) {
     define_all(first_);
     for (std::size_t arena = 0; arena < sum.arenas.size(); ++arena) {
@@ -189,7 +263,8 @@ void GradientReducer::second_hop() {
 }
 
 void GradientReducer::zero() {
-  finish_reductions();
+  settle();
+  forget_hops();
   for (Pending& pending : pending_) {
     drop(pending);
   }
@@ -203,7 +278,7 @@ void GradientReducer::zero() {
 
 void GradientReducer::zero(int parameter) {
   const at::NoGradGuard no_grad;
-  finish_reductions();
+  settle();
   const ParameterPlace& place = store_.parameters()[static_cast<std::size_t>(parameter)];
   const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
   for (Sum* sum : {&first_, &second_}) {
@@ -236,7 +311,7 @@ void GradientReducer::set_gradient(int parameter, const at::Tensor& full) {
 }
 
 const std::vector<at::Tensor>& GradientReducer::arenas() {
-  finish_reductions();
+  settle();
   define_all(first_);
   return first_.arenas;
 }

@@ -45,13 +45,13 @@ void Schedule::plan_backward_from_forward() {
   if (at(0).traits.is_trainable) {
     backward_plan_.push_back({ActionKind::kReduce, 0});
   }
-  find_prefetchable();
+  count_uses();
 }
 
 void Schedule::adopt_forward() {
   forward_plan_ = forward_seen_;
   if (has_adopted_backward_) {
-    find_prefetchable();
+    count_uses();
   } else {
     plan_backward_from_forward();
   }
@@ -60,24 +60,29 @@ void Schedule::adopt_forward() {
 void Schedule::adopt_backward() {
   backward_plan_ = backward_seen_;
   has_adopted_backward_ = true;
-  find_prefetchable();
+  count_uses();
 }
 
-void Schedule::find_prefetchable() {
-  std::vector<int> in_forward(units_.size());
-  std::vector<int> in_backward(units_.size());
-  for (const int unit : forward_plan_) {
-    ++in_forward[static_cast<std::size_t>(unit)];
-  }
-  for (const Action& action : backward_plan_) {
-    in_backward[static_cast<std::size_t>(action.unit)] +=
-        action.kind == ActionKind::kGather ? 1 : 0;
-  }
-  const auto is_one = [](int count) { return count == 1; };
-  is_once_in_forward_.resize(units_.size());
-  is_once_in_backward_.resize(units_.size());
-  std::transform(in_forward.begin(), in_forward.end(), is_once_in_forward_.begin(), is_one);
-  std::transform(in_backward.begin(), in_backward.end(), is_once_in_backward_.begin(), is_one);
+void Schedule::count_uses() {
+  const auto happens_once = [this](const auto& plan, const auto& unit_of) {
+    std::vector<int> counts(units_.size());
+    for (const auto& entry : plan) {
+      if (const int unit = unit_of(entry); unit >= 0) {
+        ++counts[static_cast<std::size_t>(unit)];
+      }
+    }
+    std::vector<bool> once;
+    for (const int count : counts) {
+      once.push_back(count == 1);
+    }
+    return once;
+  };
+  const auto unit_of = [](ActionKind kind) {
+    return [kind](const Action& action) { return action.kind == kind ? action.unit : -1; };
+  };
+  is_once_in_forward_ = happens_once(forward_plan_, [](int unit) { return unit; });
+  is_once_in_backward_ = happens_once(backward_plan_, unit_of(ActionKind::kGather));
+  is_reduced_once_ = happens_once(backward_plan_, unit_of(ActionKind::kReduce));
 }
 
 const Schedule::State& Schedule::at(int unit) const {

@@ -117,67 +117,71 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
 ShardEngine::~ShardEngine() { *alive_ = false; }
 
 void ShardEngine::run(const Actions& actions) {
-  try {
+  or_recover([&] {
     for (const Action& action : actions) {
-      switch (action.kind) {
-        case ActionKind::kGather: {
-          const Timer timer(gather_seconds_);
-          order_.record(action);
-          store_->gather(action.unit);
-          break;
-        }
-        case ActionKind::kPrefetch: {
-          const Timer timer(gather_seconds_);
-          order_.record(action);
-          store_->begin_gather(action.unit);
-          break;
-        }
-        case ActionKind::kWait: {
-          const Timer timer(gather_seconds_);
-          store_->finish_gather(action.unit);
-          break;
-        }
-        case ActionKind::kRelease: {
-          // Let go first: the error must not leave the unit half released.
-          std::exception_ptr lost_change;
-          try {
-            store_->check_unchanged(action.unit);
-          } catch (const ShardedError&) {
-            lost_change = std::current_exception();
-          }
-          store_->release(action.unit);
-          if (lost_change) {
-            std::rethrow_exception(lost_change);
-          }
-          break;
-        }
-        case ActionKind::kReduce: {
-          const Timer timer(reduce_seconds_);
-          order_.record(action);
-          reducer_->reduce(action.unit);
-          break;
-        }
-      }
-      if (action.kind == ActionKind::kReduce) {
-        int& missing = num_missing_[static_cast<std::size_t>(action.unit)];
-        missing = 0;
-        for (std::size_t i = 0; i < arrived_.size(); ++i) {
-          if (store_->parameters()[i].unit == action.unit && store_->parameters()[i].is_trainable) {
-            arrived_[i] = false;
-            ++missing;
-          }
-        }
-      }
+      carry_out(action);
     }
-  } catch (...) {
-    recover();
-    throw;
+  });
+}
+
+void ShardEngine::carry_out(const Action& action) {
+  switch (action.kind) {
+    case ActionKind::kGather: {
+      const Timer timer(gather_seconds_);
+      order_.record(action);
+      store_->gather(action.unit);
+      return;
+    }
+    case ActionKind::kPrefetch: {
+      const Timer timer(gather_seconds_);
+      order_.record(action);
+      store_->begin_gather(action.unit);
+      return;
+    }
+    case ActionKind::kWait: {
+      const Timer timer(gather_seconds_);
+      store_->finish_gather(action.unit);
+      return;
+    }
+    case ActionKind::kRelease: {
+      // Let go first: the error must not leave the unit half released.
+      std::exception_ptr lost_change;
+      try {
+        store_->check_unchanged(action.unit);
+      } catch (const ShardedError&) {
+        lost_change = std::current_exception();
+      }
+      store_->release(action.unit);
+      if (lost_change) {
+        std::rethrow_exception(lost_change);
+      }
+      return;
+    }
+    case ActionKind::kReduce: {
+      const Timer timer(reduce_seconds_);
+      order_.record(action);
+      reducer_->reduce(action.unit, schedule_->is_reduced_once(action.unit));
+      int& missing = num_missing_[static_cast<std::size_t>(action.unit)];
+      missing = 0;
+      for (std::size_t i = 0; i < arrived_.size(); ++i) {
+        if (store_->parameters()[i].unit == action.unit && store_->parameters()[i].is_trainable) {
+          arrived_[i] = false;
+          ++missing;
+        }
+      }
+      return;
+    }
   }
 }
 
 void ShardEngine::recover() {
-  for (const Action& action : schedule_->reset()) {
-    store_->release(action.unit);
+  // Not only what reset() says: of actions that an error cut off, the schedule believes that they
+  // were carried out.
+  static_cast<void>(schedule_->reset());
+  for (int unit = 0; unit < store_->num_units(); ++unit) {
+    if (!schedule_->is_gathered(unit)) {
+      store_->release(unit);
+    }
   }
 }
 
@@ -201,9 +205,11 @@ void ShardEngine::after_root_forward(const std::vector<at::Tensor>& outputs) {
   }
   run(schedule_->end_forward());
   if (!forward_agreed_ && will_backward) {
-    if (all_ranks_agree(hash_of(schedule_->recorded_forward()), "control/forward_order")) {
-      schedule_->adopt_forward();
-    }
+    or_recover([&] {
+      if (all_ranks_agree(hash_of(schedule_->recorded_forward()), "control/forward_order")) {
+        schedule_->adopt_forward();
+      }
+    });
     forward_agreed_ = true;
   }
 }
@@ -264,10 +270,14 @@ void ShardEngine::ensure_backward() {
   if (schedule_->in_backward()) {
     recover();  // Autograd dropped the last backward without finishing it.
   }
-  {
+  or_recover([&] {
+    if (reducer_->is_hopping()) {
+      second_hop();  // The last backward ended in an exception.
+    }
     const Timer timer(reduce_seconds_);
-    reducer_->finish_reductions();  // Of the last micro-step: their buffers are needed again.
-  }
+    reducer_->begin_pass(/*is_last=*/!hold_second_hop_ &&
+                         num_passes_ + 1 >= options_.backward_passes_per_step);
+  });
   reconcile_gradients();
   pass_had_gradient_ = false;
   is_finished_ = false;
@@ -314,6 +324,8 @@ void ShardEngine::end_backward() {
       num_passes_ = 0;
       second_hop();
     }
+  } else if (reducer_->is_hopping()) {
+    second_hop();  // It passed reductions of the plan, but was no pass (torch.autograd.grad).
   }
   install_handles();
 }

@@ -3,7 +3,8 @@
 //   hop 1, every micro-step   reduce-scatter of a unit's flat gradient inside the sharding group,
 //                             added to this rank's shard: (p-1)/p * M bytes per rank
 //   hop 2, once per step      all-reduce of the shards over the replication group:
-//                             2 * (r-1)/r * M/p bytes per rank, in buckets across units
+//                             2 * (r-1)/r * M/p bytes per rank, in buckets across units that
+//                             start while the last backward goes on
 //
 // The mean over the world is applied once, by whoever fills the flat gradient.
 // Next: runtime/shard_engine.hpp.
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "hopshard/comm/communicator.hpp"
 
@@ -26,10 +28,13 @@ namespace hopshard {
                                         const at::Tensor& shard, bool accumulate,
                                         const std::string& tag);
 
-/// Hop 2. Collective over `replication`; all replicas end with bit-equal shards.
+/// Hop 2. Collective over `replication`; all replicas end with bit-equal shards. In use until the
+/// works are done.
 /// @param shards       [n], summed in place.
 /// @param bucket_bytes the most that one all-reduce moves.
-void sum_over_replicas(Communicator& replication, const at::Tensor& shards,
-                       std::int64_t bucket_bytes, const std::string& tag);
+[[nodiscard]] std::vector<WorkPtr> sum_over_replicas(Communicator& replication,
+                                                     const at::Tensor& shards,
+                                                     std::int64_t bucket_bytes,
+                                                     const std::string& tag);
 
 }  // namespace hopshard

@@ -6,6 +6,12 @@
 // would be counted once instead of once per replica. A backward that comes later (no zero_grad)
 // opens a second sum, which its own hop 2 adds to the first. With one replica there is no hop 2
 // and one sum is enough.
+//
+// [Note: early hops]
+// In the last backward of a step the shards of reduced units are collected into buckets, and a full
+// bucket's hop 2 is issued while the backward goes on. Where a bucket ends, and between which other
+// collectives it is issued, depends on the order of the reductions alone, so it is the same on all
+// ranks. A begun hop 2 must be completed before anything else is added to the sum.
 // Next: shard_engine.hpp.
 #pragma once
 
@@ -35,14 +41,18 @@ class GradientReducer {
   void take(int parameter);
   /// Issues hop 1, collective over the sharding group; zeros where nothing was taken. It ends by
   /// itself while the backward goes on; whatever reads the sums waits for it.
-  void reduce(int unit);
-  /// Waits for all that were issued.
-  void finish_reductions();
+  /// @param is_final  the unit is not reduced again in this backward: hop 2 may follow.
+  void reduce(int unit, bool is_final = false);
   /// Gradients were taken that no reduction has carried yet.
   [[nodiscard]] bool has_leftover(int unit) const;
 
-  /// Hop 2, collective over the replication group.
+  /// A backward begins; waits for the reductions of the one before it.
+  /// @param is_last  hop 2 follows it, and may start for units that are done.
+  void begin_pass(bool is_last);
+  /// Hop 2, or what is left of it; collective over the replication group.
   void second_hop();
+  /// Hop 2 has begun for some units: second_hop() must follow, whatever became of the backward.
+  [[nodiscard]] bool is_hopping() const noexcept;
   /// Sums of hop 1 wait for hop 2.
   [[nodiscard]] bool is_open() const noexcept { return is_open_; }
 
@@ -76,8 +86,21 @@ class GradientReducer {
   struct Reduction {
     WorkPtr work;
     PoolBlock block;  // Its flat gradient.
+    int buffer = 0;
+    bool is_final = false;
   };
+  struct Range {
+    int arena = 0;
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+  };
+  using Bucket = std::vector<Range>;
   void finish_oldest();
+  void finish_reductions();
+  void collect(int buffer);
+  void issue_bucket();
+  void forget_hops();
+  void settle();
   void allocate(Sum& sum) const;
   void define(Sum& sum, int buffer) const;
   void define_all(Sum& sum) const;
@@ -91,8 +114,15 @@ class GradientReducer {
   BufferPool& pool_;
   double scale_;
   std::int64_t bucket_bytes_;
+  std::int64_t early_bucket_bytes_ = 0;
   std::vector<Pending> pending_;  // By buffer.
   std::deque<Reduction> in_flight_;
+  // Of hop 2, in the pass that it follows.
+  bool hops_early_ = false;
+  std::vector<bool> is_collected_;  // By buffer: in a bucket.
+  Bucket bucket_;
+  std::int64_t filled_bytes_ = 0;
+  std::vector<WorkPtr> second_hops_;
   Sum first_;
   Sum second_;
   bool is_open_ = false;

@@ -85,6 +85,11 @@ class Schedule {
   }
   [[nodiscard]] bool is_pinned(int unit) const { return at(unit).pins > 0; }
 
+  /// The plan of the backward holds one reduction of the unit.
+  [[nodiscard]] bool is_reduced_once(int unit) const {
+    return is_reduced_once_.at(static_cast<std::size_t>(unit));
+  }
+
   // Plans. `recorded_*` is what the last pass saw; `adopt_*` makes it the plan.
   [[nodiscard]] const std::vector<int>& recorded_forward() const noexcept { return forward_seen_; }
   [[nodiscard]] const Actions& recorded_backward() const noexcept { return backward_seen_; }
@@ -113,7 +118,7 @@ class Schedule {
   const State& at(int unit) const;
   State& at(int unit);
   void plan_backward_from_forward();
-  void find_prefetchable();
+  void count_uses();
   void gather(int unit, Actions& out);
   void prefetch(int unit, Actions& out);
   void pass_forward(std::size_t position, Actions& out);
@@ -134,6 +139,7 @@ class Schedule {
   Actions backward_plan_;
   std::vector<bool> is_once_in_forward_;  // By unit: gathered once by the plan.
   std::vector<bool> is_once_in_backward_;
+  std::vector<bool> is_reduced_once_;
   Actions backward_seen_;
   std::size_t backward_position_ = 0;
   bool has_adopted_backward_ = false;

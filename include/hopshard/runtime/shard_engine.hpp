@@ -99,7 +99,18 @@ class ShardEngine {
   struct BackwardToken {};
 
   void run(const Actions& actions);
+  void carry_out(const Action& action);
   void recover();
+  /// Runs what may fail, after which nothing must stay gathered.
+  template <typename Body>
+  auto or_recover(const Body& body) {
+    try {
+      return body();
+    } catch (...) {
+      recover();
+      throw;
+    }
+  }
   void ensure_backward();
   void end_backward();
   void watch_outputs(int unit, const std::vector<at::Tensor>& outputs);

@@ -140,7 +140,7 @@ def train_sharded(
     accumulation: int,
     steps: int,
     ranks_per_node: int | None = None,
-    prefetch_depth: int = 1,
+    **config: Any,
 ) -> list[History]:
     """The same on ranks; every rank's weights are recorded. Losses are this rank's alone."""
 
@@ -169,7 +169,7 @@ def train_sharded(
         world,
         sharded_data_parallel_degree=degree,
         ranks_per_node=ranks_per_node,
-        prefetch_depth=prefetch_depth,
+        **config,
     )
 
 

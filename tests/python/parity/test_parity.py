@@ -32,6 +32,8 @@ FACTORS = {
     "optimizer": tuple(OPTIMIZERS),
     "ranks_per_node": (1, 2, 4),
     "prefetch": (1, 0, 3),
+    # Small buckets: hop 2 begins before the backward ends.
+    "bucket": (2**26, 64),
 }
 
 
@@ -43,6 +45,7 @@ def describe(case: pairs.Case) -> str:
     return (
         f"{case['model']}-n{case['grid'][0]}-p{case['grid'][1]}-k{case['ranks_per_node']}"
         f"-a{case['accumulation']}-{case['optimizer']}-ahead{case['prefetch']}"
+        f"-bucket{case['bucket']}"
     )
 
 
@@ -76,6 +79,7 @@ def test_losses_and_weights_are_those_of_one_process(case: pairs.Case) -> None:
         steps=STEPS,
         ranks_per_node=case["ranks_per_node"],
         prefetch_depth=case["prefetch"],
+        second_hop_bucket_bytes=case["bucket"],
     )
     # Adaptive optimizers amplify rounding: there, ten times what it does to two plain runs.
     factor = 0.0 if case["optimizer"] == "sgd" else 10.0

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <tuple>
 
 #include "hopshard/core/error.hpp"
 #include "support/thread_world.hpp"
@@ -49,7 +50,10 @@ TEST(HopTwo, SumsInBucketsOverReplicas) {
     run_ranks(3, [&](int rank, LocalHub& hub) {
       const CommunicatorPtr replication = hub.communicator(world_of(3, rank));
       const at::Tensor shards = at::arange(10, at::kFloat).add(static_cast<double>(rank));
-      sum_over_replicas(*replication, shards, bucket_bytes, "second_hop/all");
+      for (const WorkPtr& work :
+           sum_over_replicas(*replication, shards, bucket_bytes, "second_hop/all")) {
+        work->wait();
+      }
       EXPECT_TRUE(at::equal(shards, at::arange(10, at::kFloat).mul(3).add(3)));
     });
   }
@@ -59,11 +63,11 @@ TEST(HopTwo, OneReplicaAndEmptyShardsChangeNothing) {
   run_ranks(2, [](int rank, LocalHub& hub) {
     const CommunicatorPtr alone = hub.communicator({.name = "one", .ranks = {rank}, .rank = 0});
     const at::Tensor shards = at::full({3}, static_cast<double>(rank), at::kFloat);
-    sum_over_replicas(*alone, shards, 4, "t");
+    std::ignore = sum_over_replicas(*alone, shards, 4, "t");
     EXPECT_TRUE(at::equal(shards, at::full({3}, static_cast<double>(rank), at::kFloat)));
     const CommunicatorPtr both = hub.communicator(world_of(2, rank));
-    sum_over_replicas(*both, at::full({0}, 1.0), 4, "t");
-    EXPECT_THROW(sum_over_replicas(*both, shards, 0, "t"), InvalidArgument);
+    std::ignore = sum_over_replicas(*both, at::full({0}, 1.0), 4, "t");
+    EXPECT_THROW(std::ignore = sum_over_replicas(*both, shards, 0, "t"), InvalidArgument);
   });
 }
 

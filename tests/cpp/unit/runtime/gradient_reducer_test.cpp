@@ -108,6 +108,60 @@ TEST_P(Sums, ClosedSumsAreNotCountedPerReplica) {
   });
 }
 
+// Buckets of 64 bytes: hop 2 of the unit begins inside the pass.
+TEST_P(Sums, TheLastPassHopsEarly) {
+  run([](Reducer& r) {
+    for (int step = 1; step <= 2; ++step) {
+      r.reducer.begin_pass(/*is_last=*/false);
+      r.arrive(0, step);
+      r.reducer.reduce(1, /*is_final=*/true);
+      EXPECT_FALSE(r.reducer.is_hopping());
+      r.reducer.begin_pass(/*is_last=*/true);
+      EXPECT_FALSE(r.reducer.is_hopping());
+      r.arrive(0, 2 * step);
+      r.arrive(1, 3);
+      r.reducer.reduce(1, /*is_final=*/true);
+      r.reducer.begin_pass(/*is_last=*/true);  // Only waits.
+      EXPECT_EQ(r.reducer.is_hopping(), has_replicas());
+      r.reducer.second_hop();
+      EXPECT_FALSE(r.reducer.is_hopping());
+      r.expect(0, Reducer::mean(step) + Reducer::mean(2 * step));
+      r.expect(1, Reducer::mean(3));
+      r.reducer.zero();
+    }
+  });
+}
+
+TEST_P(Sums, AUnitThatIsReducedAgainHopsAfterwards) {
+  run([](Reducer& r) {
+    r.reducer.begin_pass(/*is_last=*/true);
+    for (const int value : {1, 2}) {
+      r.arrive(0, value);
+      r.reducer.reduce(1, /*is_final=*/false);
+    }
+    r.reducer.begin_pass(/*is_last=*/true);
+    EXPECT_FALSE(r.reducer.is_hopping());
+    r.reducer.second_hop();
+    r.expect(0, Reducer::mean(1) + Reducer::mean(2));
+  });
+}
+
+TEST_P(Sums, ZeroForgetsHopsThatHaveBegun) {
+  run([](Reducer& r) {
+    r.reducer.begin_pass(/*is_last=*/true);
+    r.arrive(0, 5);
+    r.reducer.reduce(1, /*is_final=*/true);
+    r.reducer.begin_pass(/*is_last=*/true);
+    r.reducer.zero();
+    EXPECT_FALSE(r.reducer.is_hopping());
+    r.reducer.begin_pass(/*is_last=*/true);
+    r.arrive(0, 1);
+    r.reducer.reduce(1, /*is_final=*/true);
+    r.reducer.second_hop();
+    r.expect(0, Reducer::mean(1));
+  });
+}
+
 TEST_P(Sums, TakingTwiceAdds) {
   run([](Reducer& r) {
     r.arrive(0, 1);
