@@ -73,6 +73,14 @@ py::dict to_dict(const EngineStatistics& statistics) {
   return out;
 }
 
+/// Its end waits for reductions under way, and so for ranks that may be threads of this process.
+struct DeleteWithoutGil {
+  void operator()(ShardEngine* engine) const {
+    const py::gil_scoped_release no_gil;
+    delete engine;
+  }
+};
+
 }  // namespace
 
 void bind_runtime(py::module_& m) {
@@ -98,17 +106,18 @@ void bind_runtime(py::module_& m) {
       .def_readonly("piece_in_parameter", &ParameterPlace::piece_in_parameter);
 
   using release = py::call_guard<py::gil_scoped_release>;
-  py::class_<ShardEngine>(m, "ShardEngine",
-                          "Carries a model's schedule out; one per model and rank.")
+  using Holder = std::unique_ptr<ShardEngine, DeleteWithoutGil>;
+  py::class_<ShardEngine, Holder>(m, "ShardEngine",
+                                  "Carries a model's schedule out; one per model and rank.")
       .def(py::init([](const std::vector<UnitSpec>& units, ProcessGroups groups,
                        int backward_passes_per_step, std::int64_t second_hop_bucket_bytes,
                        int prefetch_depth) {
              const py::gil_scoped_release no_gil;
-             return std::make_unique<ShardEngine>(
-                 units, std::move(groups),
-                 EngineOptions{.backward_passes_per_step = backward_passes_per_step,
-                               .second_hop_bucket_bytes = second_hop_bucket_bytes,
-                               .prefetch_depth = prefetch_depth});
+             return Holder(
+                 new ShardEngine(units, std::move(groups),
+                                 EngineOptions{.backward_passes_per_step = backward_passes_per_step,
+                                               .second_hop_bucket_bytes = second_hop_bucket_bytes,
+                                               .prefetch_depth = prefetch_depth}));
            }),
            py::arg("units"), py::arg("groups"), py::arg("backward_passes_per_step"),
            py::arg("second_hop_bucket_bytes"), py::arg("prefetch_depth"))

@@ -179,6 +179,18 @@ void GradientReducer::finish_reductions() {
   }
 }
 
+std::exception_ptr GradientReducer::abandon_reductions() noexcept {
+  std::exception_ptr cause;
+  for (const Reduction& reduction : std::exchange(in_flight_, {})) {
+    cause = find_cause(*reduction.work, cause);
+    pool_.give_back(reduction.block);
+  }
+  for (const WorkPtr& work : std::exchange(second_hops_, {})) {
+    cause = find_cause(*work, cause);
+  }
+  return cause;
+}
+
 void GradientReducer::begin_pass(bool is_last) {
   finish_reductions();
   hops_early_ = is_last && replication_->size() > 1;

@@ -174,6 +174,26 @@ void ShardEngine::carry_out(const Action& action) {
   }
 }
 
+void ShardEngine::or_recover(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const CommError&) {
+    // What is under way may have failed first, and knows why.
+    std::exception_ptr cause = store_->abandon_gathers();
+    if (const std::exception_ptr other = reducer_->abandon_reductions(); !cause) {
+      cause = other;
+    }
+    recover();
+    if (cause) {
+      std::rethrow_exception(cause);
+    }
+    throw;
+  } catch (...) {
+    recover();
+    throw;
+  }
+}
+
 void ShardEngine::recover() {
   // Not only what reset() says: of actions that an error cut off, the schedule believes that they
   // were carried out.

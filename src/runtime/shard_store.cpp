@@ -208,6 +208,17 @@ void ShardStore::finish_gather(int unit) {
   }
 }
 
+std::exception_ptr ShardStore::abandon_gathers() noexcept {
+  std::exception_ptr cause;
+  for (ShardedBuffer& buffer : buffers_) {
+    if (const WorkPtr work = std::move(buffer.gathering)) {
+      cause = find_cause(*work, cause);
+      pool_.give_back(std::exchange(buffer.memory, {}));
+    }
+  }
+  return cause;
+}
+
 void ShardStore::release(int unit) noexcept {
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];

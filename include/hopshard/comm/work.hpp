@@ -1,6 +1,7 @@
 // A collective in flight. Next: communicator.hpp.
 #pragma once
 
+#include <exception>
 #include <memory>
 
 namespace hopshard {
@@ -24,6 +25,11 @@ class Work {
   [[nodiscard]] virtual bool test() = 0;
 };
 using WorkPtr = std::unique_ptr<Work>;
+
+/// For works of a group that has failed: waits, and returns the work's error if it is a reason
+/// (ScheduleError, TimeoutError) and `cause` is null, else `cause`. Calls that come after a failure
+/// only say that there was one.
+[[nodiscard]] std::exception_ptr find_cause(Work& work, std::exception_ptr cause) noexcept;
 
 /// A Work whose result is already there.
 [[nodiscard]] WorkPtr make_finished_work();

@@ -49,6 +49,8 @@ class GradientReducer {
   /// A backward begins; waits for the reductions of the one before it.
   /// @param is_last  hop 2 follows it, and may start for units that are done.
   void begin_pass(bool is_last);
+  /// As ShardStore::abandon_gathers().
+  [[nodiscard]] std::exception_ptr abandon_reductions() noexcept;
   /// Hop 2, or what is left of it; collective over the replication group.
   void second_hop();
   /// Hop 2 has begun for some units: second_hop() must follow, whatever became of the backward.

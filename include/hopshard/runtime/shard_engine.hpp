@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -102,15 +103,7 @@ class ShardEngine {
   void carry_out(const Action& action);
   void recover();
   /// Runs what may fail, after which nothing must stay gathered.
-  template <typename Body>
-  auto or_recover(const Body& body) {
-    try {
-      return body();
-    } catch (...) {
-      recover();
-      throw;
-    }
-  }
+  void or_recover(const std::function<void()>& body);
   void ensure_backward();
   void end_backward();
   void watch_outputs(int unit, const std::vector<at::Tensor>& outputs);

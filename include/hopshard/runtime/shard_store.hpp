@@ -87,6 +87,8 @@ class ShardStore {
     begin_gather(unit);
     finish_gather(unit);
   }
+  /// After a failure: ends all gathers under way. Returns the reason if one of them knows it.
+  [[nodiscard]] std::exception_ptr abandon_gathers() noexcept;
   /// They become placeholders. Nothing happens to a unit that is not gathered.
   void release(int unit) noexcept;
   /// Copies this rank's slice of the gathered parameters into shard and master.

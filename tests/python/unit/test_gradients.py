@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -235,6 +236,22 @@ def test_a_wrong_shape_is_refused() -> None:
             model.module.blocks[1].weight.grad.add_(torch.ones(5, 7))
 
     after_backward(body, 2)
+
+
+def test_a_model_may_end_before_the_others_reduce() -> None:
+    """Its engine waits for the reduction, and must let the other threads arrive meanwhile."""
+    base = built(Mlp)
+
+    def run() -> None:
+        model = hs.DistributedModel(copy.deepcopy(base), backward_passes_per_step=2)
+        if hs.rank() == 1:  # Late with what it reduces last.
+            model.module.first.weight.register_hook(lambda _: time.sleep(0.3))
+        loss = model(torch.ones(3, HIDDEN)).sum()
+        loss.backward()
+        del loss, model
+        gc.collect()
+
+    run_ranks(run, 2, sharded_data_parallel_degree=2, timeout_s=20.0)
 
 
 def test_handles_keep_nothing_alive() -> None:
