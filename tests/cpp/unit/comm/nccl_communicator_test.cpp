@@ -484,15 +484,15 @@ TEST(NcclSums, NativeOnesAreRoundedAtEveryAddition) {
 TEST(NcclStreams, WaitOrdersTheCallersStreamAndDoesNotBlockTheHost) {
   World world(2);
   world.has_streams = true;
-  std::atomic<bool> may_produce = false;
+  std::atomic<int> num_looked = 0;
   run_ranks(2, [&](int rank, ThreadWorld& threads) {
     const CommunicatorPtr everyone = world.connect(threads, world_of(2, rank));
     hopshard::detail::DeviceStream& current = world.device(rank).current_stream();
     const at::Tensor tensor = at::zeros({4});
     at::Tensor seen = at::zeros({4});
-    // The input is only there once the host has passed everything below.
+    // The inputs are only there once both hosts have looked at their works below.
     current.run([&] {
-      while (!may_produce) {
+      while (num_looked < 2) {
         std::this_thread::yield();
       }
       tensor.fill_(rank + 1);
@@ -502,7 +502,7 @@ TEST(NcclStreams, WaitOrdersTheCallersStreamAndDoesNotBlockTheHost) {
     EXPECT_FALSE(work->test());
     current.run([&] { seen.copy_(tensor); });
     const auto end = current.record();
-    may_produce = true;
+    ++num_looked;
     while (!end->is_done()) {
       std::this_thread::yield();
     }
