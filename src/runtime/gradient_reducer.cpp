@@ -197,7 +197,12 @@ void GradientReducer::begin_pass(bool is_last) {
 }
 
 bool GradientReducer::is_hopping() const noexcept {
-  return std::find(is_collected_.begin(), is_collected_.end(), true) != is_collected_.end();
+  // A final reduction under way is collected as soon as somebody waits for it.
+  const bool will_collect =
+      hops_early_ && std::any_of(in_flight_.begin(), in_flight_.end(),
+                                 [](const Reduction& reduction) { return reduction.is_final; });
+  return will_collect ||
+         std::find(is_collected_.begin(), is_collected_.end(), true) != is_collected_.end();
 }
 
 void GradientReducer::forget_hops() {

@@ -132,6 +132,24 @@ TEST_P(Sums, TheLastPassHopsEarly) {
   });
 }
 
+// Its hop 2 begins as soon as somebody waits for it: the next backward must complete it first.
+TEST_P(Sums, AFinalReductionUnderWayCountsAsHopping) {
+  run([](Reducer& r) {
+    r.reducer.begin_pass(/*is_last=*/true);
+    r.arrive(0, 1);
+    r.reducer.reduce(1, /*is_final=*/true);
+    EXPECT_EQ(r.reducer.is_hopping(), has_replicas());
+    if (r.reducer.is_hopping()) {
+      r.reducer.second_hop();
+    }
+    r.reducer.begin_pass(/*is_last=*/true);
+    r.arrive(0, 2);
+    r.reducer.reduce(1, /*is_final=*/true);
+    r.reducer.second_hop();
+    r.expect(0, Reducer::mean(1) + Reducer::mean(2));
+  });
+}
+
 TEST_P(Sums, AUnitThatIsReducedAgainHopsAfterwards) {
   run([](Reducer& r) {
     r.reducer.begin_pass(/*is_last=*/true);
