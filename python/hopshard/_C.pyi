@@ -528,7 +528,11 @@ class UnitSpec:
     """A unit as the user's model gives it."""
 
     def __init__(
-        self, name: str, parameter_names: Sequence[str], parameters: Sequence[torch.Tensor]
+        self,
+        name: str,
+        parameter_names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        is_persistent: bool = False,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -574,6 +578,7 @@ class ShardEngine:
         backward_passes_per_step: int,
         second_hop_bucket_bytes: int,
         prefetch_depth: int,
+        reshard_after_forward: bool = True,
     ) -> None: ...
     def before_root_forward(self) -> None: ...
     def after_root_forward(self, outputs: Sequence[torch.Tensor]) -> None: ...

@@ -23,6 +23,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "dp_shard_size": "sharded_data_parallel_degree",
     "hybrid_shard_degree": "sharded_data_parallel_degree",
     "sdp_gradient_clipping": "gradient_clipping",
+    "sdp_param_persistence_threshold": "param_persistence_threshold",
 }
 """Other libraries' names and ours."""
 
@@ -105,6 +106,15 @@ class Config(BaseModel):
     prefetch_depth: int = Field(default=1, ge=0)
     """Units that are gathered ahead of their use, while others compute. Each costs the memory of
     one gathered unit; 0 gathers on demand."""
+
+    reshard_after_forward: bool = True
+    """Let units go after their forward and gather them again for the backward. False saves that
+    second gather and costs the memory of the whole model from forward to backward."""
+
+    param_persistence_threshold: int = Field(default=0, ge=0)
+    """Parameters with fewer elements than this are gathered once per step, all together, instead of
+    with their units in every forward and backward. They stay whole on every rank from the first
+    forward of a step to its ``optimizer.step()``. Alias: ``sdp_param_persistence_threshold``."""
 
     check_consistency: bool = True
     """Compare the model (names, shapes, initial values) across ranks when it is wrapped. The

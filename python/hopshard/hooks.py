@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -21,15 +21,28 @@ from hopshard.units import Unit
 
 def attach_hooks(units: list[Unit], engine: _C.ShardEngine) -> None:
     """Reports the forwards of all units to ``engine``."""
-    unit_modules = {id(unit.module) for unit in units}
+    unit_modules = {id(unit.module) for unit in units}  # A persistent unit's is the root's.
     _attach(units[0].module, _before_root(engine), _after_root(engine))
     for index, unit in enumerate(units[1:], start=1):
-        _attach(unit.module, _before_unit(engine, index), _after_unit(engine, index))
+        if not unit.is_persistent:
+            _attach(unit.module, _before_unit(engine, index), _after_unit(engine, index))
     # Embedding, head, shared parts: gathered with the root, or by themselves when they are called
     # outside its forward.
-    for holder in units[0].holders:
+    for holder in _holders_of_the_root(units):
         if id(holder) not in unit_modules:
             _attach(holder, _before_unit(engine, 0), _after_unit(engine, 0))
+
+
+def _holders_of_the_root(units: list[Unit]) -> Iterable[nn.Module]:
+    """And of persistent parameters, which come with any unit, where no unit runs around them."""
+    inside = {
+        id(part) for unit in units[1:] if not unit.is_persistent for part in unit.module.modules()
+    }
+    holders = {id(holder): holder for holder in units[0].holders}
+    for unit in units:
+        if unit.is_persistent:
+            holders.update({id(h): h for h in unit.holders if id(h) not in inside})
+    return holders.values()
 
 
 def _attach(module: nn.Module, before: Any, after: Any) -> None:

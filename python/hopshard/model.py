@@ -101,7 +101,7 @@ class DistributedModel(nn.Module):
             raise ConfigError(
                 f"backward_passes_per_step={backward_passes_per_step!r}: an integer of at least 1"
             )
-        units = split_into_units(module, unit)
+        units = split_into_units(module, unit, current.config.param_persistence_threshold)
         if current.config.check_consistency:
             description = _describe(module, units, backward_passes_per_step)
             check_agreement(current.groups.world, "model", description)
@@ -112,11 +112,12 @@ class DistributedModel(nn.Module):
         self._units = units
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._engine = _C.ShardEngine(
-            [_C.UnitSpec(u.name, u.parameter_names, u.parameters) for u in units],
+            [_C.UnitSpec(u.name, u.parameter_names, u.parameters, u.is_persistent) for u in units],
             current.groups,
             backward_passes_per_step,
             current.config.second_hop_bucket_bytes,
             current.config.prefetch_depth,
+            current.config.reshard_after_forward,
         )
         self._places = self._engine.parameters  # Every access to the engine's makes a new list.
         self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}

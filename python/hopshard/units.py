@@ -22,6 +22,7 @@ UnitChoice = (
 """A module class, a pattern of module names (``"transformer.h.*"``), a predicate of name and
 module, or a sequence of classes and patterns."""
 
+_PERSISTENT: Final = "<persistent>"  # No module has such a name.
 _MAX_PARTS: Final = 8  # Without repeated blocks: units of at most an eighth of the model.
 
 
@@ -35,9 +36,13 @@ class Unit:
     parameters: list[nn.Parameter] = field(default_factory=list)
     holders: list[nn.Module] = field(default_factory=list)
     """Modules that directly hold one of the parameters."""
+    is_persistent: bool = False
+    """Small parameters of all units, gathered once per step."""
 
 
-def split_into_units(module: nn.Module, unit: UnitChoice | None = None) -> list[Unit]:
+def split_into_units(
+    module: nn.Module, unit: UnitChoice | None = None, persistence_threshold: int = 0
+) -> list[Unit]:
     """Cuts ``module``; the root comes first, then the units in the order of ``named_modules``.
 
     Args:
@@ -45,6 +50,7 @@ def split_into_units(module: nn.Module, unit: UnitChoice | None = None) -> list[
         unit: What makes a unit. None: the items of ``nn.ModuleList``s; if there are none,
             submodules of at most an eighth of the parameters. Never a container without a forward
             of its own, nor a part of one of torch's own layers.
+        persistence_threshold: Parameters with fewer elements make a last, persistent unit.
 
     Raises:
         ConfigError: no parameters, or ``unit`` matches no module with parameters.
@@ -83,6 +89,8 @@ def split_into_units(module: nn.Module, unit: UnitChoice | None = None) -> list[
         owned_by = owners[id(parameter)]
         # A parameter that two units use must be there for both: the root always is.
         owner = units[next(iter(owned_by))] if len(owned_by) == 1 else units[""]
+        if parameter.numel() < persistence_threshold:
+            owner = units.setdefault(_PERSISTENT, Unit("persistent", module, is_persistent=True))
         owner.parameter_names.append(name)
         owner.parameters.append(parameter)
         for holder in holders[id(parameter)]:

@@ -89,10 +89,12 @@ void bind_runtime(py::module_& m) {
 
   py::class_<UnitSpec>(m, "UnitSpec", "A unit as the user's model gives it.")
       .def(py::init([](std::string name, std::vector<std::string> parameter_names,
-                       std::vector<at::Tensor> parameters) {
-             return UnitSpec{std::move(name), std::move(parameter_names), std::move(parameters)};
+                       std::vector<at::Tensor> parameters, bool is_persistent) {
+             return UnitSpec{std::move(name), std::move(parameter_names), std::move(parameters),
+                             is_persistent};
            }),
-           py::arg("name"), py::arg("parameter_names"), py::arg("parameters"))
+           py::arg("name"), py::arg("parameter_names"), py::arg("parameters"),
+           py::arg("is_persistent") = false)
       .def_readonly("name", &UnitSpec::name)
       .def_readonly("parameter_names", &UnitSpec::parameter_names);
 
@@ -111,16 +113,18 @@ void bind_runtime(py::module_& m) {
                                   "Carries a model's schedule out; one per model and rank.")
       .def(py::init([](const std::vector<UnitSpec>& units, ProcessGroups groups,
                        int backward_passes_per_step, std::int64_t second_hop_bucket_bytes,
-                       int prefetch_depth) {
+                       int prefetch_depth, bool reshard_after_forward) {
              const py::gil_scoped_release no_gil;
              return Holder(
                  new ShardEngine(units, std::move(groups),
                                  EngineOptions{.backward_passes_per_step = backward_passes_per_step,
                                                .second_hop_bucket_bytes = second_hop_bucket_bytes,
-                                               .prefetch_depth = prefetch_depth}));
+                                               .prefetch_depth = prefetch_depth,
+                                               .reshard_after_forward = reshard_after_forward}));
            }),
            py::arg("units"), py::arg("groups"), py::arg("backward_passes_per_step"),
-           py::arg("second_hop_bucket_bytes"), py::arg("prefetch_depth"))
+           py::arg("second_hop_bucket_bytes"), py::arg("prefetch_depth"),
+           py::arg("reshard_after_forward") = true)
       .def("before_root_forward", &ShardEngine::before_root_forward, release())
       .def("after_root_forward", &ShardEngine::after_root_forward, py::arg("outputs"), release())
       .def("before_forward", &ShardEngine::before_forward, py::arg("unit"), release())

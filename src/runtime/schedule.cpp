@@ -1,7 +1,6 @@
 #include "hopshard/runtime/schedule.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "hopshard/core/error.hpp"
@@ -16,8 +15,11 @@ Schedule::Schedule(std::vector<UnitTraits> units, int prefetch_depth)
   for (const UnitTraits& traits : units) {
     units_.push_back(State{.traits = traits});
   }
-  forward_plan_.resize(units.size());
-  std::iota(forward_plan_.begin(), forward_plan_.end(), 0);
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (at(unit).traits.residency != Residency::kStep) {
+      forward_plan_.push_back(unit);
+    }
+  }
   plan_backward_from_forward();
 }
 
@@ -31,7 +33,9 @@ void Schedule::plan_backward_from_forward() {
   }
   backward_plan_.assign(1, {ActionKind::kGather, 0});
   std::vector<bool> planned(units_.size(), false);
-  planned[0] = true;
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    planned[static_cast<std::size_t>(unit)] = is_reduced_last(unit);
+  }
   for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
     if (planned[static_cast<std::size_t>(*unit)]) {
       continue;
@@ -42,8 +46,10 @@ void Schedule::plan_backward_from_forward() {
       backward_plan_.push_back({ActionKind::kReduce, *unit});
     }
   }
-  if (at(0).traits.is_trainable) {
-    backward_plan_.push_back({ActionKind::kReduce, 0});
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (is_reduced_last(unit) && at(unit).traits.is_trainable) {
+      backward_plan_.push_back({ActionKind::kReduce, unit});
+    }
   }
   count_uses();
 }
@@ -95,8 +101,14 @@ Schedule::State& Schedule::at(int unit) {
   return const_cast<State&>(std::as_const(*this).at(unit));
 }
 
+void Schedule::hold(State& state) const {
+  state.held = state.held || state.traits.residency == Residency::kStep ||
+               (state.traits.residency == Residency::kPass && (in_forward_ || in_backward_));
+}
+
 void Schedule::gather(int unit, Actions& out) {
   State& state = at(unit);
+  hold(state);
   if (!state.gathered) {
     state.gathered = true;
     out.push_back({ActionKind::kGather, unit});
@@ -105,8 +117,17 @@ void Schedule::gather(int unit, Actions& out) {
   }
 }
 
+void Schedule::gather_for_step(Actions& out) {
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    if (at(unit).traits.residency == Residency::kStep) {
+      gather(unit, out);
+    }
+  }
+}
+
 void Schedule::prefetch(int unit, Actions& out) {
   State& state = at(unit);
+  hold(state);
   state.expected = true;
   if (!state.gathered) {
     state.gathered = true;
@@ -155,7 +176,7 @@ void Schedule::release_if_free(int unit, Actions& out) {
   if (in_backward_ && keep_gathered_) {
     return;
   }
-  if (state.gathered && state.forward_depth == 0 && state.pins == 0 && !state.kept &&
+  if (state.gathered && state.forward_depth == 0 && state.pins == 0 && !state.kept && !state.held &&
       !state.expected && !state.backward_active) {
     state.gathered = false;
     state.in_flight = false;
@@ -169,14 +190,26 @@ void Schedule::take_part(int unit, Actions& out) {
 }
 
 void Schedule::reduce(int unit, Actions& out) {
-  State& state = at(unit);
   out.push_back({ActionKind::kReduce, unit});
+  gradients_left(unit, out);
+}
+
+// The gradient of its inputs may still need its weights, frozen ones most of all: a unit whose
+// backward runs stays until that of another begins.
+void Schedule::gradients_left(int unit, Actions& out) {
+  State& state = at(unit);
   state.has_arrivals = false;
-  leave_backward(unit, out);
+  if (state.backward_active) {
+    state.backward_seen = false;
+    state.is_reduced = true;
+  } else {
+    leave_backward(unit, out);
+  }
 }
 
 void Schedule::leave_backward(int unit, Actions& out) {
   State& state = at(unit);
+  state.is_reduced = false;
   state.backward_active = false;
   state.backward_seen = false;
   state.kept = false;
@@ -204,6 +237,7 @@ Actions Schedule::before_forward(int unit) {
     ++state.forward_depth;
     return out;
   }
+  gather_for_step(out);
   if (in_forward_) {
     const auto from = forward_plan_.begin() + static_cast<std::ptrdiff_t>(forward_position_);
     const auto found = std::find(from, forward_plan_.end(), unit);
@@ -242,7 +276,7 @@ Actions Schedule::after_forward(int unit, bool will_backward, bool keep) {
   return out;
 }
 
-Actions Schedule::end_forward() {
+Actions Schedule::end_forward(bool will_backward) {
   Actions out;
   HOPSHARD_CHECK(in_forward_, ScheduleError, "a forward ended that had not begun");
   for (; forward_position_ < forward_plan_.size(); ++forward_position_) {
@@ -250,6 +284,10 @@ Actions Schedule::end_forward() {
     take_part(forward_plan_[forward_position_], out);
   }
   in_forward_ = false;
+  for (int unit = 0; unit < static_cast<int>(units_.size()) && !will_backward; ++unit) {
+    at(unit).held = at(unit).held && at(unit).traits.residency == Residency::kStep;
+    release_if_free(unit, out);
+  }
   return out;
 }
 
@@ -305,10 +343,10 @@ bool Schedule::follow_backward_plan_to(Action target, Actions& out) {
 void Schedule::finish_unit(int unit, Actions& out) {
   State& state = at(unit);
   // A unit that ran twice is not done after its last use; its weights may go until the next.
-  if (state.traits.is_trainable && (state.has_arrivals || state.open_uses == 0)) {
+  const bool is_due = state.open_uses == 0 && !state.is_reduced;
+  if (state.traits.is_trainable && (state.has_arrivals || is_due)) {
     const Actions complete = gradients_complete(unit);
     out.insert(out.end(), complete.begin(), complete.end());
-    return;
   }
   leave_backward(unit, out);
 }
@@ -336,6 +374,10 @@ Actions Schedule::before_backward(int unit) {
   if (state.backward_seen) {
     return out;  // Another of its outputs was first.
   }
+  if (state.is_reduced) {  // A later use, which the other ranks gather again.
+    leave_backward(unit, out);
+  }
+  gather_for_step(out);
   if (unit != 0) {
     finish_units_after(unit, out);
   }
@@ -358,8 +400,7 @@ Actions Schedule::gradients_complete(int unit) {
   if (follow_backward_plan_to({ActionKind::kReduce, unit}, out)) {
     reduce(unit, out);
   } else {
-    at(unit).has_arrivals = false;  // They wait for the step's end: do not record them again.
-    leave_backward(unit, out);
+    gradients_left(unit, out);  // They wait for the step's end: do not record them again.
   }
   return out;
 }
@@ -370,7 +411,8 @@ Actions Schedule::end_backward() {
   if (any_arrival_) {  // Else torch.autograd.grad() with respect to inputs.
     std::vector<int> open;
     for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
-      if (at(unit).backward_active || at(unit).has_arrivals) {
+      if (at(unit).backward_active || at(unit).has_arrivals ||
+          at(unit).traits.residency == Residency::kStep) {
         open.push_back(unit);
       }
     }
@@ -394,9 +436,11 @@ Actions Schedule::end_backward() {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
     state.expected = false;
+    state.held = state.held && state.traits.residency == Residency::kStep;
     state.kept = keep_gathered_ && state.gathered;
     state.backward_active = false;
     state.backward_seen = false;
+    state.is_reduced = false;
     if (any_arrival_ && !keep_gathered_) {
       state.open_uses = 0;
     }
@@ -420,16 +464,18 @@ Actions Schedule::unpin(int unit) {
   return out;
 }
 
-Actions Schedule::reset() {
+Actions Schedule::reset(bool weights_changed) {
   Actions out;
   in_forward_ = false;
   in_backward_ = false;
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
     state.expected = false;
+    state.held = state.held && state.traits.residency == Residency::kStep && !weights_changed;
     state.kept = false;
     state.backward_active = false;
     state.backward_seen = false;
+    state.is_reduced = false;
     state.forward_depth = 0;
     state.open_uses = 0;
     release_if_free(unit, out);

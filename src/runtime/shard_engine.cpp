@@ -69,7 +69,14 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
 #endif
   std::vector<UnitTraits> traits;
   for (int unit = 0; unit < store_->num_units(); ++unit) {
-    traits.push_back({.is_trainable = store_->is_trainable(unit)});
+    Residency residency = Residency::kUse;
+    if (units[static_cast<std::size_t>(unit)].is_persistent) {
+      HOPSHARD_CHECK(unit != 0, InvalidArgument, "the root unit cannot be persistent");
+      residency = Residency::kStep;
+    } else if (unit != 0 && !options_.reshard_after_forward) {
+      residency = Residency::kPass;
+    }
+    traits.push_back({.is_trainable = store_->is_trainable(unit), .residency = residency});
   }
   schedule_ = std::make_unique<Schedule>(std::move(traits), options_.prefetch_depth);
   reducer_ = std::make_unique<GradientReducer>(*store_, groups_.sharding, groups_.replication,
@@ -104,9 +111,9 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
           schedule_->gradient_arrived(watched.unit);
           if (!arrived_[i]) {
             arrived_[i] = true;
-            // The root is reduced at the end of the backward on every rank: its head may be
-            // complete first, its embedding last.
-            if (--num_missing_[static_cast<std::size_t>(watched.unit)] == 0 && watched.unit != 0) {
+            // Not the root, e.g.: its head may be complete first, its embedding last.
+            if (--num_missing_[static_cast<std::size_t>(watched.unit)] == 0 &&
+                !schedule_->is_reduced_last(watched.unit)) {
               run(schedule_->gradients_complete(watched.unit));
             }
           }
@@ -183,7 +190,7 @@ void ShardEngine::or_recover(const std::function<void()>& body) {
     if (const std::exception_ptr other = reducer_->abandon_reductions(); !cause) {
       cause = other;
     }
-    recover();
+    recover(/*weights_changed=*/true);  // Of no unit is it known that it was gathered.
     if (cause) {
       std::rethrow_exception(cause);
     }
@@ -194,10 +201,10 @@ void ShardEngine::or_recover(const std::function<void()>& body) {
   }
 }
 
-void ShardEngine::recover() {
+void ShardEngine::recover(bool weights_changed) {
   // Not only what reset() says: of actions that an error cut off, the schedule believes that they
   // were carried out.
-  static_cast<void>(schedule_->reset());
+  static_cast<void>(schedule_->reset(weights_changed));
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     if (!schedule_->is_gathered(unit)) {
       store_->release(unit);
@@ -223,7 +230,7 @@ void ShardEngine::after_root_forward(const std::vector<at::Tensor>& outputs) {
   if (!schedule_->in_forward()) {
     return;  // A recomputation.
   }
-  run(schedule_->end_forward());
+  run(schedule_->end_forward(will_backward));
   if (!forward_agreed_ && will_backward) {
     or_recover([&] {
       if (all_ranks_agree(hash_of(schedule_->recorded_forward()), "control/forward_order")) {
@@ -487,7 +494,7 @@ void ShardEngine::end_step(bool stepped) {
                    "the optimizer stepped inside `with hopshard.unshard(module):`; leave it first");
   }
   store_->refresh_shards();
-  recover();
+  recover(/*weights_changed=*/true);
   store_->bump_versions();
 }
 

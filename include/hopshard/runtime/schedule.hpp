@@ -41,9 +41,18 @@ struct Action {
 };
 using Actions = std::vector<Action>;
 
+/// How long a unit stays gathered after its use. Longer than kUse, it is the same on all ranks,
+/// whatever units they skip: nothing lets go of it alone.
+enum class Residency {
+  kUse,   ///< Around its forward, and again around its backward.
+  kPass,  ///< From its forward to the end of the backward (reshard_after_forward = false).
+  kStep,  ///< Gathered before all others and in no plan; until the weights change.
+};
+
 /// What the schedule must know of a unit.
 struct UnitTraits {
   bool is_trainable = true;  ///< Has at least one parameter that gets gradients.
+  Residency residency = Residency::kUse;
 };
 
 /// Decides, for one rank. Unit 0 is the root: what no other unit holds.
@@ -61,14 +70,16 @@ class Schedule {
   /// @param will_backward  the outputs have a graph: a backward may come.
   /// @param keep           stay gathered (the root; an output that aliases the flat buffer).
   Actions after_forward(int unit, bool will_backward, bool keep);
-  Actions end_forward();
+  /// @param will_backward  else nothing stays for a backward.
+  Actions end_forward(bool will_backward = true);
 
   // Events of a backward pass; a forward inside it is a recomputation.
   /// @param keep  it builds a graph (create_graph): gathered units stay so afterwards.
   void begin_backward(bool keep);
   Actions before_backward(int unit);
   void gradient_arrived(int unit);
-  /// Every gradient that the unit can get has arrived.
+  /// Every gradient that the unit can get has arrived. It stays gathered until another unit's
+  /// backward begins, or this one ends.
   Actions gradients_complete(int unit);
   Actions end_backward();
 
@@ -76,7 +87,8 @@ class Schedule {
   Actions pin(int unit);
   Actions unpin(int unit);
   /// Weights changed or an exception broke a pass: forget passes, release what is not pinned.
-  Actions reset();
+  /// @param weights_changed  else units that stay for the step may.
+  Actions reset(bool weights_changed = true);
 
   [[nodiscard]] bool in_forward() const noexcept { return in_forward_; }
   [[nodiscard]] bool in_backward() const noexcept { return in_backward_; }
@@ -85,6 +97,10 @@ class Schedule {
   }
   [[nodiscard]] bool is_pinned(int unit) const { return at(unit).pins > 0; }
 
+  /// Its gradients come all over the backward: it is reduced at the end, on every rank.
+  [[nodiscard]] bool is_reduced_last(int unit) const {
+    return unit == 0 || at(unit).traits.residency == Residency::kStep;
+  }
   /// The plan of the backward holds one reduction of the unit.
   [[nodiscard]] bool is_reduced_once(int unit) const {
     return is_reduced_once_.at(static_cast<std::size_t>(unit));
@@ -107,8 +123,10 @@ class Schedule {
     bool in_flight = false;        // Prefetched, and not waited for.
     bool expected = false;         // Prefetched, and the plan has not come to it.
     bool kept = false;             // Stays gathered after its forward.
+    bool held = false;             // Stays gathered for its residency.
     bool backward_active = false;  // Gathered for its backward.
     bool backward_seen = false;    // Its backward runs.
+    bool is_reduced = false;       // Its gradients are complete, its backward may not be.
     bool has_arrivals = false;     // Gradients arrived since its last reduction.
     int forward_depth = 0;         // Forwards that run now; a unit may call itself.
     int pins = 0;
@@ -119,13 +137,16 @@ class Schedule {
   State& at(int unit);
   void plan_backward_from_forward();
   void count_uses();
+  void hold(State& state) const;
   void gather(int unit, Actions& out);
+  void gather_for_step(Actions& out);
   void prefetch(int unit, Actions& out);
   void pass_forward(std::size_t position, Actions& out);
   void pass_backward(std::size_t position, Actions& out);
   void release_if_free(int unit, Actions& out);
   void take_part(int unit, Actions& out);
   void reduce(int unit, Actions& out);
+  void gradients_left(int unit, Actions& out);
   void leave_backward(int unit, Actions& out);
   bool follow_backward_plan_to(Action target, Actions& out);
   void finish_unit(int unit, Actions& out);

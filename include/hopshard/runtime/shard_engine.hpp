@@ -24,7 +24,8 @@ namespace hopshard {
 struct EngineOptions {
   int backward_passes_per_step = 1;  ///< Hop 2 follows every so many.
   std::int64_t second_hop_bucket_bytes = std::int64_t{64} << 20;
-  int prefetch_depth = 1;  ///< Units gathered ahead of their use.
+  int prefetch_depth = 1;             ///< Units gathered ahead of their use.
+  bool reshard_after_forward = true;  ///< False: gathered until the end of the backward.
 };
 
 /// Wall time and memory since construction, of this rank.
@@ -101,7 +102,7 @@ class ShardEngine {
 
   void run(const Actions& actions);
   void carry_out(const Action& action);
-  void recover();
+  void recover(bool weights_changed = false);
   /// Runs what may fail, after which nothing must stay gathered.
   void or_recover(const std::function<void()>& body);
   void ensure_backward();

@@ -28,6 +28,7 @@ struct UnitSpec {
   std::string name;
   std::vector<std::string> parameter_names;  ///< As in module.named_parameters().
   std::vector<at::Tensor> parameters;        ///< The user's parameters, on this rank's device.
+  bool is_persistent = false;                ///< Gathered once per step, and stays.
 };
 
 /// A unit's parameters of one dtype and trainability.

@@ -25,7 +25,7 @@ class Parity : public ::testing::TestWithParam<World> {
  protected:
   /// @param hold  the passes before the last are held, instead of counted.
   static void train(int num_passes, const OrderOf& order_of, bool hold, const Decorator& decorate,
-                    bool leaves_the_order = false) {
+                    bool leaves_the_order = false, bool stays = false) {
     const World world = GetParam();
     const Reference reference(world.size, kSteps, num_passes, order_of);
     run_ranks(world.size, [&](int rank, LocalHub& hub) {
@@ -34,6 +34,7 @@ class Parity : public ::testing::TestWithParam<World> {
       EngineOptions options;
       options.backward_passes_per_step = hold ? 1 : num_passes;
       options.second_hop_bucket_bytes = 256;  // Several buckets.
+      options.reshard_after_forward = !stays;
       ShardEngine engine(model.units, make_groups(hub, layout, rank, decorate), options);
       expect_all_sharded(engine);
       std::int64_t allocations = 0;
@@ -45,7 +46,7 @@ class Parity : public ::testing::TestWithParam<World> {
           is_steady = is_steady && order == all_units(rank, step, pass);
           const at::Tensor output = model.forward(engine, input_of(rank, step, pass), order);
           for (const ShardedBuffer& buffer : engine.store().buffers()) {
-            EXPECT_EQ(buffer.flat->is_attached(), buffer.unit == 0) << buffer.unit;
+            EXPECT_EQ(buffer.flat->is_attached(), buffer.unit == 0 || stays) << buffer.unit;
           }
           loss_of(output, rank, step, pass).backward();
           expect_all_sharded(engine);
@@ -71,6 +72,10 @@ TEST_P(Parity, TwoPasses) { train(2, all_units, false, {}); }
 TEST_P(Parity, FourPasses) { train(4, all_units, false, {}); }
 TEST_P(Parity, HeldPasses) { train(3, all_units, true, {}); }
 TEST_P(Parity, RanksSkipUnits) { train(2, units_of_choice, false, {}); }
+TEST_P(Parity, UnitsStayForTheBackward) {
+  train(2, all_units, false, {}, /*leaves_the_order=*/false, /*stays=*/true);
+  train(2, units_of_choice, false, {}, /*leaves_the_order=*/false, /*stays=*/true);
+}
 
 // All ranks leave the order that the first step learned: gradients that it has no place for wait
 // for the step's end.

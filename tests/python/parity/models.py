@@ -92,6 +92,15 @@ def _frozen_half() -> nn.Module:
     return model
 
 
+def _frozen_inputs() -> nn.Module:
+    """What trains in a block has its gradients before the block's frozen weights are all used."""
+    model = GPT()
+    model.h.requires_grad_(False)
+    for block in model.h:
+        block.mlp[2].requires_grad_(True)
+    return model
+
+
 class OddConv(nn.Module):
     """Odd shapes, channels_last and transposed weights, a scalar and an empty parameter."""
 
@@ -186,6 +195,7 @@ TASKS = {
         Task("gpt", GPT, _tokens, _token_loss),
         Task("tied_head", lambda: GPT(tied=True), _tokens, _token_loss),
         Task("frozen_half", _frozen_half, _tokens, _token_loss),
+        Task("frozen_inputs", _frozen_inputs, _tokens, _token_loss),
         Task("odd_conv", OddConv, _images, _square_loss),
         Task(
             "sized_units",

@@ -34,6 +34,9 @@ FACTORS = {
     "prefetch": (1, 0, 3),
     # Small buckets: hop 2 begins before the backward ends.
     "bucket": (2**26, 64),
+    "reshard": (True, False),
+    # 16: biases and norms are gathered once per step.
+    "persistent": (0, 16),
 }
 
 
@@ -45,7 +48,8 @@ def describe(case: pairs.Case) -> str:
     return (
         f"{case['model']}-n{case['grid'][0]}-p{case['grid'][1]}-k{case['ranks_per_node']}"
         f"-a{case['accumulation']}-{case['optimizer']}-ahead{case['prefetch']}"
-        f"-bucket{case['bucket']}"
+        f"-bucket{case['bucket']}-{'reshard' if case['reshard'] else 'keep'}"
+        f"-persistent{case['persistent']}"
     )
 
 
@@ -80,6 +84,8 @@ def test_losses_and_weights_are_those_of_one_process(case: pairs.Case) -> None:
         ranks_per_node=case["ranks_per_node"],
         prefetch_depth=case["prefetch"],
         second_hop_bucket_bytes=case["bucket"],
+        reshard_after_forward=case["reshard"],
+        param_persistence_threshold=case["persistent"],
     )
     # Adaptive optimizers amplify rounding: there, ten times what it does to two plain runs.
     factor = 0.0 if case["optimizer"] == "sgd" else 10.0

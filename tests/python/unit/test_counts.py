@@ -147,6 +147,28 @@ def test_an_evaluation_gathers_everything_once_and_reduces_nothing() -> None:
         assert sum(v for name, v in counters.items() if name.endswith("/calls")) == NUM_BLOCKS + 1
 
 
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_units_that_stay_are_gathered_once_a_pass(micro_steps: int) -> None:
+    for counters in measure(4, 2, micro_steps=micro_steps, reshard_after_forward=False):
+        gathers = total(counters, "sharding/all_gather/unshard", "calls")
+        assert gathers == micro_steps * (NUM_BLOCKS + 1)
+        reductions = total(counters, "sharding/reduce_scatter/reduce", "calls")
+        assert reductions == micro_steps * (NUM_BLOCKS + 1)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_small_parameters_are_gathered_once_a_step(micro_steps: int) -> None:
+    bias_numel = max(block.bias.numel() for block in build().blocks)
+    for counters in measure(
+        4, 2, micro_steps=micro_steps, param_persistence_threshold=bias_numel + 1
+    ):
+        gathers = total(counters, "sharding/all_gather/unshard", "calls")
+        assert gathers == micro_steps * (2 * NUM_BLOCKS + 1) + 1
+        # Their gradients: together, at the end of each backward.
+        reductions = total(counters, "sharding/reduce_scatter/reduce", "calls")
+        assert reductions == micro_steps * (NUM_BLOCKS + 2)
+
+
 def test_a_frozen_unit_is_gathered_and_not_reduced() -> None:
     base = build()
     base.blocks[2].requires_grad_(False)

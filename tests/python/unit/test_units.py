@@ -28,6 +28,18 @@ def test_items_of_a_module_list_are_units_and_the_rest_is_the_root() -> None:
     assert all(name.startswith("h.1.") for name in units["h.1"])
 
 
+def test_small_parameters_make_a_last_unit_of_their_own() -> None:
+    units = split_into_units(GPT(), persistence_threshold=16)
+    assert [unit.name for unit in units] == ["root", "h.0", "h.1", "h.2", "persistent"]
+    assert [unit.is_persistent for unit in units] == [False] * 4 + [True]
+    for unit in units:
+        for parameter in unit.parameters:
+            assert (parameter.numel() < 16) == unit.is_persistent
+    # Units that only had small ones are gone.
+    everything = split_into_units(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), None, 100)
+    assert [unit.name for unit in everything] == ["root", "persistent"]
+
+
 def test_every_parameter_is_in_one_unit() -> None:
     for unit in (None, Block, "h.*.mlp", [Attention, "token"], lambda name, module: True):
         model = GPT(tied=True)

@@ -103,7 +103,7 @@ class Rank {
       forward_of(call, will_backward);
     }
     carry_out(schedule.after_forward(0, will_backward, /*keep=*/will_backward));
-    carry_out(schedule.end_forward());
+    carry_out(schedule.end_forward(will_backward));
   }
 
   void backward(const Program& program, bool keep = false, bool with_gradients = true) {
@@ -263,13 +263,14 @@ TEST(Schedule, GathersReleasesAndReducesEachUnitOnceInOrder) {
   EXPECT_EQ(schedule.before_backward(0), Actions());
   EXPECT_EQ(schedule.before_backward(2), Actions({gather(2)}));
   schedule.gradient_arrived(2);
-  EXPECT_EQ(schedule.gradients_complete(2), Actions({reduce(2), release(2)}));
-  EXPECT_EQ(schedule.before_backward(1), Actions({gather(1)}));
+  // It stays while its backward may run: the gradient of its input may need a frozen weight.
+  EXPECT_EQ(schedule.gradients_complete(2), Actions({reduce(2)}));
+  EXPECT_EQ(schedule.before_backward(1), Actions({release(2), gather(1)}));
   schedule.gradient_arrived(1);
-  EXPECT_EQ(schedule.gradients_complete(1), Actions({reduce(1), release(1)}));
+  EXPECT_EQ(schedule.gradients_complete(1), Actions({reduce(1)}));
   schedule.gradient_arrived(0);
-  EXPECT_EQ(schedule.gradients_complete(0), Actions({reduce(0), release(0)}));
-  EXPECT_EQ(schedule.end_backward(), Actions());
+  EXPECT_EQ(schedule.gradients_complete(0), Actions({reduce(0)}));
+  EXPECT_EQ(schedule.end_backward(), Actions({release(1), release(0)}));
   EXPECT_EQ(schedule.num_deviations(), 0);
 }
 
@@ -292,8 +293,8 @@ TEST(Schedule, PrefetchesTheNextUnitOfThePlan) {
   EXPECT_EQ(text_of(schedule.before_backward(3)), " P2 W3");
   EXPECT_FALSE(schedule.is_gathered(2));  // Not before it is waited for.
   schedule.gradient_arrived(3);
-  EXPECT_EQ(text_of(schedule.gradients_complete(3)), " R3 -3");
-  EXPECT_EQ(text_of(schedule.reset()), " -0 -2");  // An exception: the one under way, too.
+  EXPECT_EQ(text_of(schedule.gradients_complete(3)), " R3");
+  EXPECT_EQ(text_of(schedule.reset()), " -0 -2 -3");  // An exception: the one under way, too.
 }
 
 TEST_P(Prefetching, ASecondStepWithTheLearnedPlanIssuesTheSame) {
@@ -433,7 +434,8 @@ TEST(Schedule, ARecomputationMayBeginAUnitsBackward) {
   EXPECT_EQ(rank.schedule.after_forward(2, true, false), Actions());
   EXPECT_EQ(rank.schedule.before_backward(2), Actions());
   rank.schedule.gradient_arrived(2);
-  EXPECT_EQ(rank.schedule.gradients_complete(2), Actions({reduce(2), release(2)}));
+  EXPECT_EQ(rank.schedule.gradients_complete(2), Actions({reduce(2)}));
+  EXPECT_EQ(text_of(rank.schedule.end_backward()), " -2 G1 R1 R0 -0 -1");
 }
 
 // Nobody can know before its end that a backward brings no gradient (another rank may get some), so
@@ -477,7 +479,8 @@ TEST(Schedule, AnOutputThatAliasesTheBufferKeepsItsUnit) {
   schedule.before_backward(0);
   EXPECT_EQ(schedule.before_backward(1), Actions());
   schedule.gradient_arrived(1);
-  EXPECT_EQ(schedule.gradients_complete(1), Actions({reduce(1), release(1)}));
+  EXPECT_EQ(schedule.gradients_complete(1), Actions({reduce(1)}));
+  EXPECT_EQ(schedule.end_backward(), Actions({release(1), reduce(0), release(0)}));
 }
 
 TEST(Schedule, AUnitOutsideTheRootsForwardIsGatheredOnDemand) {
@@ -485,6 +488,57 @@ TEST(Schedule, AUnitOutsideTheRootsForwardIsGatheredOnDemand) {
   EXPECT_EQ(schedule.before_forward(2), Actions({gather(2)}));
   EXPECT_EQ(schedule.after_forward(2, false, false), Actions({release(2)}));
   EXPECT_EQ(schedule.num_deviations(), 0);
+}
+
+std::vector<UnitTraits> with_residents() {
+  return {{},
+          {.is_trainable = true, .residency = Residency::kPass},
+          {.is_trainable = true, .residency = Residency::kPass},
+          {.is_trainable = true, .residency = Residency::kStep}};
+}
+
+TEST(Schedule, ResidentsAreGatheredOncePerPassAndOncePerStep) {
+  Rank rank(with_residents());
+  const Program program = one_after_another(3);
+  for (int step = 0; step < 2; ++step) {
+    rank.forward(program);
+    EXPECT_EQ(text_of(rank.take_collectives()), " G3 G0 G1 G2");
+    EXPECT_EQ(rank.num_gathered(), 4);
+    rank.backward(program);
+    rank.expect_every_unit_reduced_once();
+    EXPECT_EQ(text_of(rank.take_collectives()), " R2 R1 R0 R3");
+    EXPECT_EQ(rank.num_gathered(), 1);
+    rank.forward(program);  // The next micro-step.
+    EXPECT_EQ(text_of(rank.take_collectives()), " G0 G1 G2");
+    rank.backward(program);
+    rank.take_collectives();
+    rank.carry_out(rank.schedule.reset(/*weights_changed=*/false));
+    EXPECT_EQ(rank.num_gathered(), 1);
+    rank.carry_out(rank.schedule.reset());
+    EXPECT_EQ(rank.num_gathered(), 0);
+    EXPECT_EQ(rank.schedule.num_deviations(), 0);
+  }
+}
+
+TEST(Schedule, WithoutABackwardNothingStaysForIt) {
+  Rank rank(with_residents());
+  rank.forward(one_after_another(3), /*will_backward=*/false);
+  EXPECT_EQ(rank.num_gathered(), 1);  // What stays for the step.
+  EXPECT_EQ(rank.schedule.before_forward(1), Actions({gather(1)}));
+  EXPECT_EQ(rank.schedule.after_forward(1, false, false), Actions({release(1)}));
+}
+
+// Evaluated between a forward and its backward: gathered again, by all ranks.
+TEST(Schedule, AnEvaluationLetsGoOfWhatAnEarlierForwardKept) {
+  Rank rank(with_residents());
+  const Program program = one_after_another(3);
+  rank.forward(program);
+  rank.forward(program, /*will_backward=*/false);
+  EXPECT_EQ(rank.num_gathered(), 2);  // The root has a backward to come.
+  rank.take_collectives();
+  rank.backward(program);
+  rank.expect_every_unit_reduced_once();
+  EXPECT_EQ(text_of(rank.take_collectives()), " G2 R2 G1 R1 R0 R3");
 }
 
 TEST(Schedule, PinnedUnitsStayUntilAsManyUnpins) {
@@ -618,6 +672,7 @@ struct RandomCase {
   double skip = 0;
   bool first_step_skips = false;
   int prefetch_depth = 0;
+  bool has_residents = false;  ///< Some units stay for the pass, the last for the step.
 };
 
 class RandomSkips : public ::testing::TestWithParam<RandomCase> {};
@@ -631,7 +686,15 @@ TEST_P(RandomSkips, AllRanksIssueOneOrder) {
   std::bernoulli_distribution is_frozen(0.1);
   for (std::size_t unit = 1; unit < traits.size(); ++unit) {
     traits[unit].is_trainable = !is_frozen(random);
+    if (param.has_residents) {
+      traits[unit].residency = unit % 2 == 1 ? Residency::kPass : Residency::kUse;
+    }
   }
+  const auto num_planned = static_cast<int>(traits.size());
+  if (param.has_residents) {
+    traits.push_back({.is_trainable = true, .residency = Residency::kStep});
+  }
+  const int num_step_units = static_cast<int>(traits.size()) - num_planned;
   std::vector<Rank> ranks(static_cast<std::size_t>(param.num_ranks),
                           Rank(traits, param.prefetch_depth));
   std::bernoulli_distribution is_skipped(param.skip);
@@ -649,11 +712,16 @@ TEST_P(RandomSkips, AllRanksIssueOneOrder) {
         program.push_back(call);
       }
       rank.forward(program);
-      ASSERT_EQ(rank.num_gathered(), 1);  // The root.
+      const int num_pass_units = param.has_residents ? num_planned / 2 : 0;
+      ASSERT_EQ(rank.num_gathered(), 1 + num_pass_units + num_step_units);  // The root is one.
       rank.backward(program);
-      ASSERT_EQ(rank.num_gathered(), 0);
+      ASSERT_EQ(rank.num_gathered(), num_step_units);
       rank.expect_every_unit_reduced_once();
-      ASSERT_LE(rank.most_gathered, 2 + param.prefetch_depth);
+      ASSERT_LE(rank.most_gathered, 2 + param.prefetch_depth + num_pass_units + num_step_units);
+      if (step % 3 == 2) {
+        rank.carry_out(rank.schedule.reset());
+        ASSERT_EQ(rank.num_gathered(), 0);
+      }
       if (HasFatalFailure()) {
         return;
       }
@@ -674,13 +742,16 @@ INSTANTIATE_TEST_SUITE_P(
                       RandomCase{5, 64, 8, 0.5, false}, RandomCase{60, 512, 3, 0.3, false},
                       RandomCase{60, 64, 3, 0.9, true}, RandomCase{2000, 6, 2, 0.3, false},
                       RandomCase{5, 64, 8, 0.5, true, 1}, RandomCase{5, 64, 8, 0.5, false, 2},
-                      RandomCase{60, 64, 4, 0.3, false, 1}, RandomCase{60, 64, 4, 0.9, true, 4}),
+                      RandomCase{60, 64, 4, 0.3, false, 1}, RandomCase{60, 64, 4, 0.9, true, 4},
+                      RandomCase{5, 64, 8, 0.5, true, 0, true},
+                      RandomCase{61, 64, 8, 0.5, false, 2, true}),
     [](const auto& tested) {
       return "units" + std::to_string(tested.param.num_units) + "_ranks" +
              std::to_string(tested.param.num_ranks) + "_skip" +
              std::to_string(static_cast<int>(tested.param.skip * 100)) +
              (tested.param.first_step_skips ? "_at_once" : "") + "_prefetch" +
-             std::to_string(tested.param.prefetch_depth);
+             std::to_string(tested.param.prefetch_depth) +
+             (tested.param.has_residents ? "_residents" : "");
     });
 
 // A learned order in which units run twice and inside one another; ranks leave out whole units.
