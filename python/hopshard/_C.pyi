@@ -613,6 +613,13 @@ class ShardEngine:
     def end_step(self, stepped: bool) -> None:
         """After an optimizer step: shards follow the masters, gathered copies are dropped."""
 
+    def weights_changed(self) -> None:
+        """As ``end_step``, where something else than an optimizer wrote the masters."""
+
+    def begin_join(self) -> None: ...
+    def end_join(self, failed: bool) -> None:
+        """Takes part in the forwards that other ranks still run. Collective: the world."""
+
     def pin(self, unit: int) -> None:
         """Gathers until ``unpin``. Collective: the sharding group."""
 

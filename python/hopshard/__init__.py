@@ -20,6 +20,7 @@ import torch as _torch  # Loads the libraries that the native part needs.  # noq
 
 from hopshard._C import __version__
 from hopshard.config import Config
+from hopshard.ema import ema
 from hopshard.errors import (
     CommError,
     ConfigError,
@@ -29,7 +30,7 @@ from hopshard.errors import (
     ShardedError,
     TimeoutError,
 )
-from hopshard.model import DistributedModel, accumulate, unshard
+from hopshard.model import DistributedModel, accumulate, full_grad, join, unshard
 from hopshard.optimizer import DistributedOptimizer
 from hopshard.step import StepOutput, step
 from hopshard.world import (
@@ -76,8 +77,11 @@ __all__ = [
     "current",
     "dp_rank",
     "dp_size",
+    "ema",
+    "full_grad",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "node",

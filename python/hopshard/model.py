@@ -359,6 +359,57 @@ def accumulate() -> Iterator[None]:
 
 
 @contextmanager
+def join(model: DistributedModel) -> Iterator[None]:
+    """Inside, ranks may run different numbers of forwards without a backward (generation).
+
+    Who leaves first goes on taking part in the gathers of those that still run, until all have
+    left. Only forwards of the whole model count: no ``unshard``, no submodule by itself.
+
+    Collective: the world; all ranks enter and leave.
+
+    Example:
+        >>> import hopshard as hs, torch
+        >>> world = hs.init(sharded_data_parallel_degree=1)
+        >>> model = hs.DistributedModel(torch.nn.Linear(2, 2))
+        >>> x = torch.ones(1, 2)
+        >>> with hs.join(model), torch.no_grad():
+        ...     for _ in range(3 + hs.rank()):
+        ...         x = model(x)
+
+    Raises:
+        ScheduleError: a forward with gradients inside.
+        CommError: another rank left with an error; the text names it.
+    """
+    model._engine.begin_join()
+    try:
+        yield
+    except BaseException:
+        model._engine.end_join(True)
+        raise
+    model._engine.end_join(False)
+
+
+def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient of a parameter, the world's mean, for logs and checks.
+
+    After the backward passes of a step and before ``zero_grad``. None if no rank has one.
+
+    Collective: the world; it finishes outstanding sums as ``optimizer.step()`` would.
+
+    Raises:
+        ConfigError: the parameter belongs to no DistributedModel, or is frozen.
+    """
+    model = owner_of(parameter)
+    if model is None:
+        raise ConfigError("full_grad: this parameter belongs to no DistributedModel")
+    index = model._index_of[id(parameter)]
+    if not model._places[index].is_trainable:
+        raise ConfigError(f"full_grad: parameter '{model._places[index].name}' is frozen")
+    model._gradients.finish()
+    return model._gradients.full(index) if model._engine.has_gradient(index) else None
+
+
+@contextmanager
 def mean_over_microbatches(num_microbatches: int) -> Iterator[None]:
     """Inside, ``DistributedModel.backward`` divides the loss by ``num_microbatches``."""
     outer, _loss_scale.num_microbatches = _loss_scale.num_microbatches, num_microbatches

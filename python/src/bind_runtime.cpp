@@ -148,6 +148,9 @@ void bind_runtime(py::module_& m) {
       .def("set_gradient", &ShardEngine::set_gradient, py::arg("parameter"), py::arg("full"),
            release())
       .def("end_step", &ShardEngine::end_step, py::arg("stepped"), release())
+      .def("weights_changed", &ShardEngine::weights_changed, release())
+      .def("begin_join", &ShardEngine::begin_join)
+      .def("end_join", &ShardEngine::end_join, py::arg("failed"), release())
       .def("pin", &ShardEngine::pin, py::arg("unit"), release())
       .def("unpin", &ShardEngine::unpin, py::arg("unit"), py::arg("write_back"), release())
       .def("write_parameter", &ShardEngine::write_parameter, py::arg("parameter"), py::arg("full"),

@@ -217,6 +217,12 @@ void ShardEngine::before_root_forward() {
     if (schedule_->in_backward()) {
       recover();  // The last backward ended in an exception.
     }
+    if (is_joined_) {
+      HOPSHARD_CHECK(!at::GradMode::is_enabled(), ScheduleError,
+                     "inside `with hopshard.join(model):` the model runs without a backward; use "
+                     "torch.no_grad()");
+      meet_joined(/*runs=*/true, /*failed=*/false);
+    }
     run(schedule_->begin_forward());
   }
   before_forward(0);
@@ -486,16 +492,61 @@ void ShardEngine::set_gradient_handles(std::vector<at::Tensor> handles) {
 
 void ShardEngine::end_step(bool stepped) {
   num_passes_ = 0;
-  if (!stepped) {
-    return;
+  if (stepped) {
+    weights_changed();
   }
+}
+
+void ShardEngine::weights_changed() {
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     HOPSHARD_CHECK(!schedule_->is_pinned(unit), ShardedError,
-                   "the optimizer stepped inside `with hopshard.unshard(module):`; leave it first");
+                   "weights changed (the optimizer stepped, or an average took their place) inside "
+                   "`with hopshard.unshard(module):`; leave it first");
   }
   store_->refresh_shards();
   recover(/*weights_changed=*/true);
   store_->bump_versions();
+}
+
+void ShardEngine::begin_join() {
+  HOPSHARD_CHECK(!is_joined_, ScheduleError, "hopshard.join(model) inside hopshard.join(model)");
+  is_joined_ = true;
+}
+
+void ShardEngine::end_join(bool failed) {
+  if (!std::exchange(is_joined_, false)) {
+    return;  // Another rank's error has ended it.
+  }
+  if (failed) {
+    try {
+      meet_joined(/*runs=*/false, failed);
+    } catch (const Error& error) {  // Peers may be gone. What this rank failed by says more.
+      HOPSHARD_LOG(kDebug, "the other ranks were not told that this one failed: ", error.what());
+    }
+    return;
+  }
+  while (meet_joined(/*runs=*/false, failed)) {
+    // As a rank that skips every unit.
+    run(schedule_->begin_forward());
+    run(schedule_->before_forward(0));
+    run(schedule_->after_forward(0, /*will_backward=*/false, /*keep=*/false));
+    run(schedule_->end_forward(/*will_backward=*/false));
+  }
+}
+
+/// Returns whether any rank runs another forward.
+bool ShardEngine::meet_joined(bool runs, bool failed) {
+  const at::NoGradGuard no_grad;
+  const int global_rank = groups_.world->rank();
+  at::Tensor flags = at::tensor({std::int64_t{runs}, std::int64_t{failed ? global_rank + 1 : 0}},
+                                at::TensorOptions().dtype(at::kLong));
+  // Over the world, so that all ranks go on with the same units gathered.
+  groups_.world->all_reduce(flags, ReduceOp::kMax, {.timeout = {}, .tag = "control/join"})->wait();
+  const auto* const data = flags.const_data_ptr<std::int64_t>();
+  is_joined_ = is_joined_ && data[1] == 0;
+  HOPSHARD_CHECK(failed || data[1] == 0, CommError, "global rank ", data[1] - 1,
+                 " left `with hopshard.join(model):` with an error; see that rank's own message");
+  return data[0] != 0;
 }
 
 void ShardEngine::pin(int unit) { run(schedule_->pin(unit)); }

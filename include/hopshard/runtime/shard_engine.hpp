@@ -83,6 +83,16 @@ class ShardEngine {
   /// After an optimizer step: shards follow the masters, gathered copies are dropped, the count of
   /// backward passes starts again. `stepped` is false if the weights did not change.
   void end_step(bool stepped);
+  /// The masters were written by somebody else than an optimizer (an average of weights).
+  void weights_changed();
+
+  // Forwards of which ranks run different numbers, without a backward.
+  /// From here on each of the root's forwards is announced to the world.
+  void begin_join();
+  /// Collective over the world: takes part in the forwards of those that still run some.
+  /// @param failed  this rank runs no more because of an error, which ends the others too.
+  /// @throws CommError  on the other ranks then, naming the one that failed.
+  void end_join(bool failed);
 
   // Whole parameters.
   /// Collective over the sharding group: gathers until unpin.
@@ -113,6 +123,7 @@ class ShardEngine {
   void install_handles();
   bool all_ranks_agree(std::int64_t value, const std::string& tag);
   void second_hop();
+  bool meet_joined(bool runs, bool failed);
 
   ProcessGroups groups_;
   EngineOptions options_;
@@ -131,6 +142,7 @@ class ShardEngine {
   int num_passes_ = 0;                  // Backward passes of this step.
   bool pass_had_gradient_ = false;
   bool hold_second_hop_ = false;
+  bool is_joined_ = false;
   bool is_finished_ = false;  // No backward since finish_gradients().
   bool forward_agreed_ = false;
   bool backward_agreed_ = false;

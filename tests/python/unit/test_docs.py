@@ -38,7 +38,7 @@ def programs(page: str) -> list[str]:
 # --- Programs
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/first_run.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/first_run.md", "docs/idioms.md"])
 def test_programs_run_on_four_ranks_and_on_one(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

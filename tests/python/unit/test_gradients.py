@@ -281,3 +281,34 @@ def test_sum_norms_of_pieces() -> None:
             assert float(found) == pytest.approx(float(torch.linalg.vector_norm(whole, order)))
 
     run_ranks(run, 2, sharded_data_parallel_degree=2)
+
+
+def test_full_grad_is_the_worlds_mean() -> None:
+    def check(model: Any, plain: nn.Module) -> None:
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            full = hs.full_grad(mine)
+            assert full is not None and torch.allclose(full, other.grad, atol=1e-6)
+            assert not isinstance(full, ShardedGrad)
+        model.zero_grad()
+        assert hs.full_grad(next(model.parameters())) is None
+
+    after_backward(check)
+
+
+def test_full_grad_names_what_has_none() -> None:
+    def run() -> None:
+        module = built(Mlp)
+        module.first.requires_grad_(False)
+        model = hs.DistributedModel(module)
+        with pytest.raises(hs.ConfigError, match=r"parameter 'first\.weight' is frozen"):
+            hs.full_grad(module.first.weight)
+        with pytest.raises(hs.ConfigError, match="belongs to no DistributedModel"):
+            hs.full_grad(nn.Parameter(torch.ones(1)))
+        # A gradient on one rank only is everyone's.
+        if hs.rank() == 0:
+            model(torch.ones(1, HIDDEN)).sum().backward()
+        else:
+            (model(torch.ones(1, HIDDEN)) * 0).sum().backward()
+        assert hs.full_grad(module.last.weight) is not None
+
+    run_ranks(run, 2, sharded_data_parallel_degree=2)
