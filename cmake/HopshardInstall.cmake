@@ -4,6 +4,7 @@ include_guard(GLOBAL)
 include(CMakePackageConfigHelpers)
 
 get_property(HOPSHARD_INSTALLED_WITH_MPI GLOBAL PROPERTY HOPSHARD_HAS_MPI)
+get_property(HOPSHARD_INSTALLED_WITH_OFI GLOBAL PROPERTY HOPSHARD_HAS_OFI)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" HOPSHARD_TORCH_MINOR "${HOPSHARD_TORCH_VERSION}")
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/hopshard")
 get_property(layers GLOBAL PROPERTY HOPSHARD_LAYERS)
@@ -31,5 +32,6 @@ write_basic_package_version_file(hopshardConfigVersion.cmake COMPATIBILITY SameM
 install(
   FILES "${PROJECT_BINARY_DIR}/hopshardConfig.cmake"
         "${PROJECT_BINARY_DIR}/hopshardConfigVersion.cmake" cmake/HopshardTorch.cmake
+        cmake/FindOFI.cmake
   DESTINATION "${package_dir}"
   COMPONENT devel)

@@ -11,6 +11,9 @@ include_guard(GLOBAL)
 function(hopshard_find_torch)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "PYTHON" "")
   if(TARGET hopshard::torch_cpu AND (TARGET hopshard::torch_python OR NOT arg_PYTHON))
+    # Another project of the same build asks again.
+    get_property(version GLOBAL PROPERTY HOPSHARD_TORCH_VERSION)
+    set(HOPSHARD_TORCH_VERSION "${version}" PARENT_SCOPE)
     return()
   endif()
 
@@ -91,6 +94,7 @@ print("|".join(e.library_paths()))
     target_link_libraries(hopshard::torch_python INTERFACE hopshard::torch_cpu)
   endif()
 
+  set_property(GLOBAL PROPERTY HOPSHARD_TORCH_VERSION "${version}")
   set(HOPSHARD_TORCH_VERSION "${version}" PARENT_SCOPE)
   # Python_EXECUTABLE and the SOABI are needed by Python_add_library() in the caller's scope.
   foreach(variable IN ITEMS Python_EXECUTABLE Python_SOABI Python_FOUND Python_Interpreter_FOUND)

@@ -60,7 +60,7 @@ CONFINED = (
     Confined(r"^rdma/", r"^src/comm/backends/ofi", "only the ofi backend knows libfabric"),
     Confined(
         r"^torch/csrc/distributed/",
-        r"^(src/comm/backends/c10d|python/src/|tests/cpp/)",
+        r"^(src/comm/backends/c10d|python/src/|tests/cpp/|examples/cpp/launch\.cpp$)",
         "c10d headers are outside torch's stable interface and slow; only its backend needs them",
     ),
     Confined(
@@ -237,6 +237,7 @@ SELF_TEST: tuple[tuple[str, str, str | None], ...] = (
     ("src/comm/backends/shm.cpp", "#include <rdma/fabric.h>", "only the ofi backend"),
     ("src/comm/a.cpp", "#include <torch/csrc/distributed/c10d/Work.hpp>", "only its backend"),
     ("src/comm/backends/c10d.cpp", "#include <torch/csrc/distributed/c10d/Work.hpp>", None),
+    ("examples/cpp/a.cpp", "#include <torch/csrc/distributed/c10d/Work.hpp>", "only its backend"),
     ("src/runtime/unit.cpp", "#include <torch/csrc/autograd/variable.h>", "only grad_hooks.cpp"),
     ("src/runtime/grad_hooks.cpp", "#include <torch/csrc/autograd/variable.h>", None),
     ("src/optim/a.cpp", "#include <pybind11/pybind11.h>", "never name Python"),

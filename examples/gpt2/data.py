@@ -3,10 +3,13 @@
 Documents are the language reference of ``pydoc_data.topics`` and the docstrings of the
 standard library, read with ``ast`` and never imported. ``--data FILE`` takes any other
 text. Tokens are bytes, so the loss is nats per byte. Next: train.py.
+
+    python examples/gpt2/data.py FOLDER [--data FILE]   # train.bin, val.bin for programs in C++
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import gc
 import hashlib
@@ -246,3 +249,26 @@ def decode(tokens: Tensor) -> str:
     """Text of a one-dimensional tensor of bytes; document ends become blank lines."""
     data = bytes(int(token) for token in tokens)
     return data.replace(bytes([END_OF_DOCUMENT]), b"\n\n").decode("utf-8", errors="replace")
+
+
+def write_corpus(corpus: Corpus, folder: Path) -> None:
+    """Both sides as raw bytes, one token each: ``train.bin`` and ``val.bin``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, side in (("train", corpus.train), ("val", corpus.val)):
+        (folder / f"{name}.bin").write_bytes(side.numpy().tobytes())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Writes the text as files of tokens.")
+    parser.add_argument("folder", type=Path, help="gets train.bin and val.bin")
+    parser.add_argument(
+        "--data", type=Path, help="a text file; default: the prose that Python itself carries"
+    )
+    options = parser.parse_args(arguments)
+    corpus = load_corpus(options.data)
+    write_corpus(corpus, options.folder)
+    print(f"{options.folder}: {corpus.describe()}")
+
+
+if __name__ == "__main__":
+    main()
