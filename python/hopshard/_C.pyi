@@ -363,6 +363,9 @@ def delayed_communicator(
 ) -> Communicator:
     """``inner`` with delays and faults, for tests. Calls are counted from 0."""
 
+def simulated_communicator(inner: Communicator, max_delay_us: int, seed: int = 0) -> Communicator:
+    """``inner`` on a stream that reads and writes late; what is not yet, or no more, is NaN."""
+
 class Store:
     """Where ranks leave addresses and keys before they are connected. Any thread."""
 
@@ -579,6 +582,7 @@ class ShardEngine:
         second_hop_bucket_bytes: int,
         prefetch_depth: int,
         reshard_after_forward: bool = True,
+        fills_idle_memory: bool = False,
     ) -> None: ...
     def before_root_forward(self) -> None: ...
     def after_root_forward(self, outputs: Sequence[torch.Tensor]) -> None: ...

@@ -116,6 +116,11 @@ class Config(BaseModel):
     with their units in every forward and backward. They stay whole on every rank from the first
     forward of a step to its ``optimizer.step()``. Alias: ``sdp_param_persistence_threshold``."""
 
+    simulate_delays_us: int = Field(default=0, ge=0, le=10**6)
+    """For tests: above 0, every collective runs on a stream that begins up to so many microseconds
+    late, as on a GPU, and memory that is not ready or no longer owned reads as NaN. What only works
+    because a CPU waits comes out."""
+
     check_consistency: bool = True
     """Compare the model (names, shapes, initial values) across ranks when it is wrapped. The
     configuration itself is always compared."""

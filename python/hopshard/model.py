@@ -118,6 +118,7 @@ class DistributedModel(nn.Module):
             current.config.second_hop_bucket_bytes,
             current.config.prefetch_depth,
             current.config.reshard_after_forward,
+            current.config.simulate_delays_us > 0,
         )
         self._places = self._engine.parameters  # Every access to the engine's makes a new list.
         self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}

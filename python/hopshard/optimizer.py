@@ -252,7 +252,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _norm(self, norm_type: float) -> float:
         arenas = self._engine.gradient_arenas()
         if norm_type == 2.0:
-            total = torch.tensor([sum(_C.sum_of_squares(arena) for arena in arenas)]).double()
+            squares = [sum(_C.sum_of_squares(arena) for arena in arenas)]
+            total = torch.tensor(squares, dtype=torch.float64)
             self._engine.groups.sharding.all_reduce(total, op="sum", tag="norm/sum").wait()
             return float(total.sqrt())
         parts = sum_norms(

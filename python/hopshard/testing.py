@@ -74,7 +74,8 @@ def run_ranks(
         ranks_per_node: None: all on one node.
         timeout_s: Limit of the whole run, and of each collective in it.
         initialize: False: ``fn`` calls ``hs.init`` itself, as a script does.
-        **config: See ``Config``.
+        **config: See ``Config``. Threads meet in memory of their own; ``backend="shm"`` is
+            the one transport that carries them, too.
 
     Returns:
         What the ranks returned, by rank.
@@ -86,12 +87,13 @@ def run_ranks(
     if n < 1:
         raise InvalidArgument(f"run_ranks needs at least one rank, got {n}")
     hub = _C.LocalHub(n, max(1, round(timeout_s * 1000)))
+    store = _C.memory_store()
     results: list[Any] = [None] * n
     failures: list[tuple[int, BaseException]] = []
     lock = threading.Lock()
 
     def run_rank(rank: int) -> None:
-        world.take_seat(world.ThreadSeat(hub, rank, n, ranks_per_node))
+        world.take_seat(world.ThreadSeat(hub, rank, n, ranks_per_node, store))
         try:
             if initialize:
                 world.init(**config)

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -130,6 +131,8 @@ class ThreadSeat:
     rank: int
     size: int
     ranks_per_node: int | None = None
+    store: _C.Store | None = None
+    """Shared by the threads, for backends that connect through one."""
 
 
 class _ThreadState(threading.local):
@@ -386,7 +389,13 @@ def _same_world(existing: World, wanted: Config) -> World:
 
 
 def _join_hub(seat: ThreadSeat, config: Config) -> World:
+    numbers = itertools.count()
+
     def connect(group: _C.Group) -> _C.Communicator:
+        if config.backend == "shm" and seat.store is not None and len(group.ranks) > 1:
+            # All ranks connect the same kinds of groups in the same order.
+            store = seat.store.prefixed(f"{next(numbers)}/{group.ranks}/")
+            return _C.connect_backend("shm", store, group, milliseconds(config))
         return seat.hub.communicator(group)
 
     per_node = config.ranks_per_node or seat.ranks_per_node or seat.size
@@ -479,6 +488,8 @@ def _build(
 
     def connect_and_record(group: _C.Group) -> _C.Communicator:
         connected = transports.connect(group) if transports else connect_world(group)
+        if config.simulate_delays_us > 0:
+            connected = _C.simulated_communicator(connected, config.simulate_delays_us)
         return _C.recording_communicator(connected, group, meter, layout.ranks_per_node)
 
     groups = _C.make_process_groups(layout, rank, connect_and_record)

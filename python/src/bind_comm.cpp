@@ -318,6 +318,15 @@ void bind_backends(py::module_& m) {
       py::arg("inner"), py::arg("seed") = 0, py::arg("max_delay_us") = 0,
       py::arg("fail_at_call") = -1, py::arg("hang_at_call") = -1,
       py::arg("hang_limit_ms") = 60'000);
+
+  m.def(
+      "simulated_communicator",
+      [](CommunicatorPtr inner, std::int64_t max_delay_us, std::uint64_t seed) {
+        return without_gil_at_its_end(make_simulated_communicator(
+            std::move(inner),
+            {.seed = seed, .max_delay = std::chrono::microseconds(max_delay_us)}));
+      },
+      py::arg("inner"), py::arg("max_delay_us"), py::arg("seed") = 0);
 }
 
 Selection parse_selection(const std::string& text) {

@@ -113,18 +113,19 @@ void bind_runtime(py::module_& m) {
                                   "Carries a model's schedule out; one per model and rank.")
       .def(py::init([](const std::vector<UnitSpec>& units, ProcessGroups groups,
                        int backward_passes_per_step, std::int64_t second_hop_bucket_bytes,
-                       int prefetch_depth, bool reshard_after_forward) {
+                       int prefetch_depth, bool reshard_after_forward, bool fills_idle_memory) {
              const py::gil_scoped_release no_gil;
              return Holder(
                  new ShardEngine(units, std::move(groups),
                                  EngineOptions{.backward_passes_per_step = backward_passes_per_step,
                                                .second_hop_bucket_bytes = second_hop_bucket_bytes,
                                                .prefetch_depth = prefetch_depth,
-                                               .reshard_after_forward = reshard_after_forward}));
+                                               .reshard_after_forward = reshard_after_forward,
+                                               .fills_idle_memory = fills_idle_memory}));
            }),
            py::arg("units"), py::arg("groups"), py::arg("backward_passes_per_step"),
            py::arg("second_hop_bucket_bytes"), py::arg("prefetch_depth"),
-           py::arg("reshard_after_forward") = true)
+           py::arg("reshard_after_forward") = true, py::arg("fills_idle_memory") = false)
       .def("before_root_forward", &ShardEngine::before_root_forward, release())
       .def("after_root_forward", &ShardEngine::after_root_forward, py::arg("outputs"), release())
       .def("before_forward", &ShardEngine::before_forward, py::arg("unit"), release())

@@ -23,4 +23,10 @@ at::Tensor allocate_memory(std::int64_t num_bytes) {
       at::TensorOptions().dtype(at::kByte));
 }
 
+void fill_with_nan(void* memory, std::int64_t num_bytes) {
+  if (num_bytes > 0) {
+    std::memset(memory, 0xff, static_cast<std::size_t>(num_bytes));
+  }
+}
+
 }  // namespace hopshard

@@ -51,6 +51,9 @@ void BufferPool::give_back(PoolBlock block) {
   if (block.data == nullptr) {
     return;
   }
+  if (fills_with_nan_) {
+    fill_with_nan(block.data, block.nbytes);
+  }
   idle_[block.nbytes].push_back(block.data);
   taken_bytes_ -= block.nbytes;
   idle_bytes_ += block.nbytes;

@@ -55,9 +55,9 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
                          EngineOptions options)
     : groups_(std::move(groups)),
       options_(options),
-      pool_([sharding = groups_.sharding](std::int64_t num_bytes) {
-        return sharding->allocate(num_bytes);
-      }) {
+      pool_([sharding = groups_.sharding](
+                std::int64_t num_bytes) { return sharding->allocate(num_bytes); },
+            options_.fills_idle_memory) {
   HOPSHARD_CHECK(options_.backward_passes_per_step >= 1, ConfigError,
                  "backward_passes_per_step is ", options_.backward_passes_per_step,
                  "; it counts the backward passes of a step and is at least 1");

@@ -11,4 +11,7 @@ namespace hopshard {
 /// @throws InvalidArgument  negative; Error: out of memory.
 [[nodiscard]] at::Tensor allocate_memory(std::int64_t num_bytes);
 
+/// So that a use that comes too early or too late shows: every float type reads NaN.
+void fill_with_nan(void* memory, std::int64_t num_bytes);
+
 }  // namespace hopshard

@@ -31,7 +31,9 @@ class BufferPool {
 
   /// @param allocate  e.g. Communicator::allocate, so that the transport reaches the blocks
   /// fastest.
-  explicit BufferPool(Allocate allocate = allocate_memory) : allocate_(std::move(allocate)) {}
+  /// @param fills_with_nan  what comes back, so that whoever still uses it reads NaN; for tests.
+  explicit BufferPool(Allocate allocate = allocate_memory, bool fills_with_nan = false)
+      : allocate_(std::move(allocate)), fills_with_nan_(fills_with_nan) {}
   ~BufferPool();
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
@@ -53,6 +55,7 @@ class BufferPool {
   [[nodiscard]] at::Tensor allocate(std::int64_t num_bytes) const;
 
   Allocate allocate_;
+  bool fills_with_nan_;
   std::map<std::int64_t, std::vector<void*>> idle_;  // By size.
   std::map<void*, at::Tensor> memory_;               // Of all blocks, by their address.
   std::int64_t taken_bytes_ = 0;

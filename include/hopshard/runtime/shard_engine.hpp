@@ -26,6 +26,7 @@ struct EngineOptions {
   std::int64_t second_hop_bucket_bytes = std::int64_t{64} << 20;
   int prefetch_depth = 1;             ///< Units gathered ahead of their use.
   bool reshard_after_forward = true;  ///< False: gathered until the end of the backward.
+  bool fills_idle_memory = false;     ///< With NaN: BufferPool.
 };
 
 /// Wall time and memory since construction, of this rank.

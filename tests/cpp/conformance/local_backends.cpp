@@ -30,6 +30,15 @@ std::vector<Backend> local_backends() {
            },
        .is_reference = true,
        .is_variant = true},
+      {.name = "simulated",
+       .make =
+           [](ThreadWorld& world, const Group& group) {
+             return make_simulated_communicator(
+                 world.communicator(group),
+                 {.seed = 7, .max_delay = std::chrono::microseconds(200)});
+           },
+       .is_reference = true,
+       .is_variant = true},
   };
 }
 

@@ -35,6 +35,7 @@ class Parity : public ::testing::TestWithParam<World> {
       options.backward_passes_per_step = hold ? 1 : num_passes;
       options.second_hop_bucket_bytes = 256;  // Several buckets.
       options.reshard_after_forward = !stays;
+      options.fills_idle_memory = true;
       ShardEngine engine(model.units, make_groups(hub, layout, rank, decorate), options);
       expect_all_sharded(engine);
       std::int64_t allocations = 0;
@@ -75,6 +76,18 @@ TEST_P(Parity, RanksSkipUnits) { train(2, units_of_choice, false, {}); }
 TEST_P(Parity, UnitsStayForTheBackward) {
   train(2, all_units, false, {}, /*leaves_the_order=*/false, /*stays=*/true);
   train(2, units_of_choice, false, {}, /*leaves_the_order=*/false, /*stays=*/true);
+}
+
+TEST_P(Parity, SimulatedStreams) {
+  for (const std::uint64_t seed : {1u, 2u}) {
+    const Decorator simulate = [seed](CommunicatorPtr inner) {
+      return make_simulated_communicator(
+          std::move(inner), {.seed = seed, .max_delay = std::chrono::microseconds(300)});
+    };
+    train(2, all_units, false, simulate);
+    train(2, units_of_choice, false, simulate);
+    train(3, all_units, true, simulate, /*leaves_the_order=*/false, /*stays=*/true);
+  }
 }
 
 // All ranks leave the order that the first step learned: gradients that it has no place for wait

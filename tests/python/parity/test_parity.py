@@ -37,6 +37,9 @@ FACTORS = {
     "reshard": (True, False),
     # 16: biases and norms are gathered once per step.
     "persistent": (0, 16),
+    # The device sim: collectives start late, and what must not be used is NaN.
+    "delays_us": (0, 300),
+    "backend": ("auto", "shm"),
 }
 
 
@@ -49,7 +52,8 @@ def describe(case: pairs.Case) -> str:
         f"{case['model']}-n{case['grid'][0]}-p{case['grid'][1]}-k{case['ranks_per_node']}"
         f"-a{case['accumulation']}-{case['optimizer']}-ahead{case['prefetch']}"
         f"-bucket{case['bucket']}-{'reshard' if case['reshard'] else 'keep'}"
-        f"-persistent{case['persistent']}"
+        f"-persistent{case['persistent']}-{'sim' if case['delays_us'] else 'cpu'}"
+        f"-{case['backend'].replace('auto', 'local')}"
     )
 
 
@@ -86,6 +90,8 @@ def test_losses_and_weights_are_those_of_one_process(case: pairs.Case) -> None:
         second_hop_bucket_bytes=case["bucket"],
         reshard_after_forward=case["reshard"],
         param_persistence_threshold=case["persistent"],
+        simulate_delays_us=case["delays_us"],
+        backend=case["backend"],
     )
     # Adaptive optimizers amplify rounding: there, ten times what it does to two plain runs.
     factor = 0.0 if case["optimizer"] == "sgd" else 10.0
