@@ -68,7 +68,7 @@ struct Operation {
   struct Step {
     Stage stage;
     detail::Completion passed{};
-    std::exception_ptr error{};  ///< Read by later steps that wait.
+    std::exception_ptr error{};  ///< Handed to the next step that waits, like the buffers.
   };
 
   std::int64_t number = 0;
@@ -514,7 +514,7 @@ class HierarchicalCommunicator final : public Communicator {
     if (index > 0 && step.stage.waits) {
       wait_until_done(operation.steps[index - 1].passed);
       for (std::size_t earlier = 0; earlier < index && !step.error; ++earlier) {
-        step.error = operation.steps[earlier].error;
+        step.error = std::move(operation.steps[earlier].error);
       }
     }
     if (!step.error) {
@@ -528,7 +528,7 @@ class HierarchicalCommunicator final : public Communicator {
     watch_->end(operation.number);
     --num_in_flight_;
     if (step.error) {
-      operation.completion->fail(step.error);
+      operation.completion->fail(std::move(step.error));
     } else {
       operation.completion->finish();
     }
