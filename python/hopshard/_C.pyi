@@ -614,8 +614,13 @@ class ShardEngine:
     def set_gradient(self, parameter: int, full: torch.Tensor) -> None:
         """Replaces a gradient by a full tensor that is equal on all ranks. Not collective."""
 
-    def end_step(self, stepped: bool) -> None:
-        """After an optimizer step: shards follow the masters, gathered copies are dropped."""
+    def end_step(self, stepped: bool, shards_are_written: bool = False) -> None:
+        """After an optimizer step: shards follow the masters, gathered copies are dropped.
+
+        Args:
+            stepped: False: the weights did not change.
+            shards_are_written: Those of ``shard_arenas`` follow already.
+        """
 
     def weights_changed(self) -> None:
         """As ``end_step``, where something else than an optimizer wrote the masters."""
@@ -635,6 +640,10 @@ class ShardEngine:
         """Laid out like ``master_arenas``; the world's mean after ``finish_gradients``."""
 
     def master_arenas(self) -> list[torch.Tensor]: ...
+    def shard_arenas(self) -> list[torch.Tensor | None]:
+        """What gathers send, by arena, laid out like it; None where that is the master itself, or
+        where dtypes are mixed."""
+
     def arena_of(self, parameter: int) -> int:
         """Index of the arena that holds a parameter; -1 if it is frozen."""
 
@@ -748,6 +757,7 @@ class ShardUpdate:
         exp_avg_sq: torch.Tensor,
         settings: Sequence[AdamSettings],
         grad_scale: float = 1.0,
+        bf16_shard: torch.Tensor | None = None,
     ) -> None: ...
     def sgd(
         self,

@@ -108,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             scale = 1.0
         start = time.perf_counter()
         self._update.step(scale)
-        self._engine.end_step(True)
+        self._engine.end_step(True, self._update.writes_shards)
         self.seconds += time.perf_counter() - start
         # LR schedulers built over the wrapped optimizer watch its step(), which a fused update
         # does not call.

@@ -40,6 +40,9 @@ def is_initial(state: dict[str, Any]) -> bool:
 class Update(ABC):
     """Updates the parameters of one optimizer. Parameters are indexed as in the engine."""
 
+    writes_shards = False
+    """``step`` writes the engine's ``shard_arenas``, too."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
         self.optimizer = optimizer
         self.engine = model._engine
@@ -154,6 +157,9 @@ class FusedAdam(_Fused):
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
         super().__init__(optimizer, model)
         self._allocate_moments()
+        self.shards = self.engine.shard_arenas()
+        # fp16 shards are copied after the step.
+        self.writes_shards = all(s is None or s.dtype == torch.bfloat16 for s in self.shards)
 
     def step(self, scale: float) -> None:
         settings = [
@@ -178,6 +184,7 @@ class FusedAdam(_Fused):
                 self.moments["exp_avg_sq"][arena],
                 settings,
                 scale,
+                self.shards[arena] if self.writes_shards else None,
             )
 
     def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:

@@ -100,15 +100,29 @@ void sgd_step_tensors(const at::Tensor& master, const at::Tensor& grad,
 
 void update_adam(const ShardUpdate& update, const at::Tensor& master, const at::Tensor& grad,
                  const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                 const std::vector<AdamSettings>& settings, double grad_scale) {
+                 const std::vector<AdamSettings>& settings, double grad_scale,
+                 const std::optional<at::Tensor>& bf16_shard) {
   check_tensors(
       "ShardUpdate.adam",
       {{"master", &master}, {"grad", &grad}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}});
-  with_element_of(master, [&](auto zero) {
-    using T = decltype(zero);
-    update.adam(span_of<T>(master), const_span_of<T>(grad), span_of<T>(exp_avg),
-                span_of<T>(exp_avg_sq), settings, grad_scale);
-  });
+  if (bf16_shard) {
+    HOPSHARD_CHECK(master.scalar_type() == at::kFloat && bf16_shard->is_cpu() &&
+                       bf16_shard->scalar_type() == at::kBFloat16 && bf16_shard->is_contiguous(),
+                   InvalidArgument,
+                   "ShardUpdate.adam: bf16_shard must be contiguous bfloat16 on "
+                   "the CPU, beside a float32 master");
+    update.adam(span_of<float>(master), const_span_of<float>(grad), span_of<float>(exp_avg),
+                span_of<float>(exp_avg_sq), settings, grad_scale,
+                {static_cast<std::uint16_t*>(bf16_shard->data_ptr()),
+                 static_cast<std::size_t>(bf16_shard->numel())});
+    mark_written({&*bf16_shard});
+  } else {
+    with_element_of(master, [&](auto zero) {
+      using T = decltype(zero);
+      update.adam(span_of<T>(master), const_span_of<T>(grad), span_of<T>(exp_avg),
+                  span_of<T>(exp_avg_sq), settings, grad_scale);
+    });
+  }
   mark_written({&master, &exp_avg, &exp_avg_sq});
 }
 
@@ -249,7 +263,8 @@ void bind_shard_update(py::module_& m) {
       .def_property_readonly("arena_numel", &ShardUpdate::arena_numel)
       .def_property_readonly("passes", &ShardUpdate::passes)
       .def("adam", &update_adam, py::arg("master"), py::arg("grad"), py::arg("exp_avg"),
-           py::arg("exp_avg_sq"), py::arg("settings"), py::arg("grad_scale") = 1.0, no_gil)
+           py::arg("exp_avg_sq"), py::arg("settings"), py::arg("grad_scale") = 1.0,
+           py::arg("bf16_shard") = py::none(), no_gil)
       .def("sgd", &update_sgd, py::arg("master"), py::arg("grad"), py::arg("momentum_buffer"),
            py::arg("settings"), py::arg("grad_scale") = 1.0, no_gil);
 }

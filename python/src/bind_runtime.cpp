@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -148,7 +149,8 @@ void bind_runtime(py::module_& m) {
       .def("has_gradient", &ShardEngine::has_gradient, py::arg("parameter"))
       .def("set_gradient", &ShardEngine::set_gradient, py::arg("parameter"), py::arg("full"),
            release())
-      .def("end_step", &ShardEngine::end_step, py::arg("stepped"), release())
+      .def("end_step", &ShardEngine::end_step, py::arg("stepped"),
+           py::arg("shards_are_written") = false, release())
       .def("weights_changed", &ShardEngine::weights_changed, release())
       .def("begin_join", &ShardEngine::begin_join)
       .def("end_join", &ShardEngine::end_join, py::arg("failed"), release())
@@ -158,6 +160,14 @@ void bind_runtime(py::module_& m) {
            release())
       .def("gradient_arenas", &ShardEngine::gradient_arenas)
       .def("master_arenas", [](const ShardEngine& self) { return self.store().arenas(); })
+      .def("shard_arenas",
+           [](const ShardEngine& self) {
+             std::vector<std::optional<at::Tensor>> arenas;
+             for (const at::Tensor& arena : self.store().shard_arenas()) {
+               arenas.push_back(arena.defined() ? std::optional(arena) : std::nullopt);
+             }
+             return arenas;
+           })
       .def(
           "arena_of",
           [](const ShardEngine& self, int parameter) {

@@ -4,6 +4,7 @@
 // lerp and addcmul contract their last multiply-add on AVX2 and AVX-512; mul, div, addcdiv do not.
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/adamw.hpp"
@@ -50,9 +51,21 @@ StepScalars<T> make_step_scalars(const AdamSettings& s, std::int64_t step, doubl
           .minus_step_size = static_cast<T>(-(s.lr / bias_correction1))};
 }
 
-template <bool kCoupledDecay, bool kLerpFromEnd, typename T>
+/// The memory of one step; what a loop needs, and nothing that keeps it from being vectorised.
+template <typename T>
+struct StepMemory {
+  T* master;
+  const T* grad;
+  T* exp_avg;
+  T* exp_avg_sq;
+  std::uint16_t* bf16_shard;
+  std::size_t numel;
+};
+
+template <bool kCoupledDecay, bool kLerpFromEnd, bool kWritesShard, typename T>
 HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad, T* __restrict exp_avg,
-                             T* __restrict exp_avg_sq, std::size_t numel, const StepScalars<T> s) {
+                             T* __restrict exp_avg_sq, std::uint16_t* __restrict bf16_shard,
+                             std::size_t numel, const StepScalars<T> s) {
   const T lerp_weight = kLerpFromEnd ? s.lerp_weight - T{1} : s.lerp_weight;
   for (std::size_t i = 0; i < numel; ++i) {
     T g = grad[i] * s.grad_scale;
@@ -69,76 +82,100 @@ HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad, T* 
     const T denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    master[i] = w + s.minus_step_size * m / denominator;
+    w += s.minus_step_size * m / denominator;
+    master[i] = w;
+    if constexpr (kWritesShard) {
+      bf16_shard[i] = detail::to_bf16(w);
+    }
   }
 }
 
 /// Flags leave the loop: each combination is a loop of its own, without branches.
+template <bool kCoupledDecay, bool kLerpFromEnd, typename T>
+HOPSHARD_LOOP void adam_loop_of(const StepMemory<T>& memory, const StepScalars<T>& s) {
+  const auto& [master, grad, exp_avg, exp_avg_sq, bf16_shard, numel] = memory;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (bf16_shard != nullptr) {
+      adam_loop<kCoupledDecay, kLerpFromEnd, true>(master, grad, exp_avg, exp_avg_sq, bf16_shard,
+                                                   numel, s);
+      return;
+    }
+  }
+  adam_loop<kCoupledDecay, kLerpFromEnd, false>(master, grad, exp_avg, exp_avg_sq, bf16_shard,
+                                                numel, s);
+}
+
 template <typename T>
-HOPSHARD_LOOP void adam_loops(T* master, const T* grad, T* exp_avg, T* exp_avg_sq,
-                              std::size_t numel, const StepScalars<T>& s, bool coupled_decay) {
+HOPSHARD_LOOP void adam_loops(const StepMemory<T>& memory, const StepScalars<T>& s,
+                              bool coupled_decay) {
   if (coupled_decay) {
     if (s.lerp_from_end) {
-      adam_loop<true, true>(master, grad, exp_avg, exp_avg_sq, numel, s);
+      adam_loop_of<true, true>(memory, s);
     } else {
-      adam_loop<true, false>(master, grad, exp_avg, exp_avg_sq, numel, s);
+      adam_loop_of<true, false>(memory, s);
     }
   } else if (s.lerp_from_end) {
-    adam_loop<false, true>(master, grad, exp_avg, exp_avg_sq, numel, s);
+    adam_loop_of<false, true>(memory, s);
   } else {
-    adam_loop<false, false>(master, grad, exp_avg, exp_avg_sq, numel, s);
+    adam_loop_of<false, false>(memory, s);
   }
 }
 
 #if HOPSHARD_HAS_AVX2_PATH
 template <typename T>
-HOPSHARD_AVX2 void adam_avx2(T* master, const T* grad, T* exp_avg, T* exp_avg_sq, std::size_t numel,
-                             const StepScalars<T>& s, bool coupled_decay) {
-  adam_loops(master, grad, exp_avg, exp_avg_sq, numel, s, coupled_decay);
+HOPSHARD_AVX2 void adam_avx2(const StepMemory<T>& memory, const StepScalars<T>& s,
+                             bool coupled_decay) {
+  adam_loops(memory, s, coupled_decay);
 }
 #endif
 
 template <typename T>
-void adam_any_cpu(T* master, const T* grad, T* exp_avg, T* exp_avg_sq, std::size_t numel,
-                  const StepScalars<T>& s, bool coupled_decay) {
-  adam_loops(master, grad, exp_avg, exp_avg_sq, numel, s, coupled_decay);
+void adam_any_cpu(const StepMemory<T>& memory, const StepScalars<T>& s, bool coupled_decay) {
+  adam_loops(memory, s, coupled_decay);
 }
 
 template <typename T>
 void checked_adam_step(std::span<T> master, std::span<const T> grad, std::span<T> exp_avg,
                        std::span<T> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
-                       double grad_scale) {
+                       double grad_scale, std::span<std::uint16_t> bf16_shard) {
   HOPSHARD_CHECK(grad.size() == master.size() && exp_avg.size() == master.size() &&
                      exp_avg_sq.size() == master.size(),
                  InvalidArgument, "adam_step: master has ", master.size(), " elements, grad ",
                  grad.size(), ", exp_avg ", exp_avg.size(), ", exp_avg_sq ", exp_avg_sq.size());
+  HOPSHARD_CHECK(bf16_shard.empty() || bf16_shard.size() == master.size(), InvalidArgument,
+                 "adam_step: master has ", master.size(), " elements, bf16_shard ",
+                 bf16_shard.size());
   HOPSHARD_CHECK(step >= 1, InvalidArgument, "adam_step: the first step is 1, got ", step);
   const StepScalars<T> scalars = make_step_scalars<T>(settings, step, grad_scale);
   // torch leaves the gradient alone when there is no decay; 0 * master would turn inf into NaN.
   const bool coupled_decay = !settings.decoupled_weight_decay && settings.weight_decay != 0;
+  const StepMemory<T> memory{.master = master.data(),
+                             .grad = grad.data(),
+                             .exp_avg = exp_avg.data(),
+                             .exp_avg_sq = exp_avg_sq.data(),
+                             .bf16_shard = bf16_shard.empty() ? nullptr : bf16_shard.data(),
+                             .numel = master.size()};
 #if HOPSHARD_HAS_AVX2_PATH
   if (detail::has_avx2()) {
-    adam_avx2(master.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(), master.size(), scalars,
-              coupled_decay);
+    adam_avx2(memory, scalars, coupled_decay);
     return;
   }
 #endif
-  adam_any_cpu(master.data(), grad.data(), exp_avg.data(), exp_avg_sq.data(), master.size(),
-               scalars, coupled_decay);
+  adam_any_cpu(memory, scalars, coupled_decay);
 }
 
 }  // namespace
 
 void adam_step(std::span<float> master, std::span<const float> grad, std::span<float> exp_avg,
                std::span<float> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
-               double grad_scale) {
-  checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale);
+               double grad_scale, std::span<std::uint16_t> bf16_shard) {
+  checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale, bf16_shard);
 }
 
 void adam_step(std::span<double> master, std::span<const double> grad, std::span<double> exp_avg,
                std::span<double> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
                double grad_scale) {
-  checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale);
+  checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale, {});
 }
 
 }  // namespace hopshard

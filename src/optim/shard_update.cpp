@@ -16,6 +16,11 @@ std::span<T> part(std::span<T> arena, const Segment& segment) {
                        static_cast<std::size_t>(segment.end - segment.begin));
 }
 
+template <typename T>
+std::span<T> part_or_none(std::span<T> arena, const Segment& segment) {
+  return arena.empty() ? arena : part(arena, segment);
+}
+
 void check_arena(const char* name, std::size_t numel, std::int64_t arena_numel) {
   HOPSHARD_CHECK(numel == static_cast<std::size_t>(arena_numel), InvalidArgument,
                  "shard update: ", name, " has ", numel, " elements, the arena ", arena_numel);
@@ -29,10 +34,10 @@ const Settings& settings_of(const Segment& segment, std::span<const Settings> se
   return settings[static_cast<std::size_t>(segment.group)];
 }
 
-template <typename T>
+template <typename T, typename... Shard>
 void apply_adam(std::int64_t arena_numel, std::span<const Segment> passes, std::span<T> master,
                 std::span<const T> grad, std::span<T> exp_avg, std::span<T> exp_avg_sq,
-                std::span<const AdamSettings> settings, double grad_scale) {
+                std::span<const AdamSettings> settings, double grad_scale, Shard... bf16_shard) {
   check_arena("master", master.size(), arena_numel);
   check_arena("grad", grad.size(), arena_numel);
   check_arena("exp_avg", exp_avg.size(), arena_numel);
@@ -40,7 +45,8 @@ void apply_adam(std::int64_t arena_numel, std::span<const Segment> passes, std::
   for (const Segment& pass : passes) static_cast<void>(settings_of(pass, settings));
   for (const Segment& pass : passes) {
     adam_step(part(master, pass), part(grad, pass), part(exp_avg, pass), part(exp_avg_sq, pass),
-              settings_of(pass, settings), pass.step, grad_scale);
+              settings_of(pass, settings), pass.step, grad_scale,
+              part_or_none(bf16_shard, pass)...);
   }
 }
 
@@ -63,8 +69,7 @@ void apply_sgd(std::int64_t arena_numel, std::span<const Segment> passes, std::s
                    " needs a momentum above 0 and no dampening");
   }
   for (const Segment& pass : passes) {
-    const std::span<T> momentum =
-        momentum_buffer.empty() ? momentum_buffer : part(momentum_buffer, pass);
+    const std::span<T> momentum = part_or_none(momentum_buffer, pass);
     sgd_step(part(master, pass), part(grad, pass), momentum, settings_of(pass, settings),
              /*first_step=*/pass.step == 1, grad_scale);
   }
@@ -122,10 +127,14 @@ ShardUpdate::ShardUpdate(std::int64_t arena_numel, std::span<const Segment> segm
 
 void ShardUpdate::adam(std::span<float> master, std::span<const float> grad,
                        std::span<float> exp_avg, std::span<float> exp_avg_sq,
-                       std::span<const AdamSettings> settings, double grad_scale) const {
+                       std::span<const AdamSettings> settings, double grad_scale,
+                       std::span<std::uint16_t> bf16_shard) const {
+  if (!bf16_shard.empty()) {
+    check_arena("bf16_shard", bf16_shard.size(), arena_numel_);
+  }
   const bool keep_out = any_group_has_zero_eps(passes_, settings);
   apply_adam(arena_numel_, keep_out ? exact_passes_ : passes_, master, grad, exp_avg, exp_avg_sq,
-             settings, grad_scale);
+             settings, grad_scale, bf16_shard);
 }
 
 void ShardUpdate::adam(std::span<double> master, std::span<const double> grad,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HOPSHARD_HAS_AVX2_PATH 1
@@ -36,5 +37,12 @@ HOPSHARD_LOOP double fused_multiply_add(double a, double b, double c) {
 }
 HOPSHARD_LOOP float square_root(float x) { return __builtin_sqrtf(x); }
 HOPSHARD_LOOP double square_root(double x) { return __builtin_sqrt(x); }
+
+/// Rounded to nearest even; a NaN stays one. As c10::BFloat16 does it.
+HOPSHARD_LOOP std::uint16_t to_bf16(float x) {
+  const auto bits = __builtin_bit_cast(std::uint32_t, x);
+  const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16U) & 1U)) >> 16U;
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0U : rounded);
+}
 
 }  // namespace hopshard::detail

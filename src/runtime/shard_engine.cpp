@@ -490,20 +490,22 @@ void ShardEngine::set_gradient_handles(std::vector<at::Tensor> handles) {
   handles_ = std::move(handles);
 }
 
-void ShardEngine::end_step(bool stepped) {
+void ShardEngine::end_step(bool stepped, bool shards_are_written) {
   num_passes_ = 0;
   if (stepped) {
-    weights_changed();
+    follow_masters(shards_are_written);
   }
 }
 
-void ShardEngine::weights_changed() {
+void ShardEngine::weights_changed() { follow_masters(/*shards_are_written=*/false); }
+
+void ShardEngine::follow_masters(bool shards_are_written) {
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     HOPSHARD_CHECK(!schedule_->is_pinned(unit), ShardedError,
                    "weights changed (the optimizer stepped, or an average took their place) inside "
                    "`with hopshard.unshard(module):`; leave it first");
   }
-  store_->refresh_shards();
+  store_->refresh_shards(/*with_arenas=*/!shards_are_written);
   recover(/*weights_changed=*/true);
   store_->bump_versions();
 }

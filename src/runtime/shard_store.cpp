@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <tuple>
@@ -66,33 +67,60 @@ ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world
     add_buffers_of(static_cast<int>(unit), units[unit]);
   }
 
-  // Arenas come last, when their sizes are known; shards of the same dtype move into them.
+  make_arenas();
+}
+
+// They come last, when their sizes are known; shards move into them.
+void ShardStore::make_arenas() {
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    std::vector<ShardedBuffer*> members;
     std::int64_t numel = 0;
     for (ShardedBuffer& buffer : buffers_) {
       if (buffer.is_trainable && master_dtype_of(buffer.flat->dtype()) == dtype) {
         buffer.arena = static_cast<int>(arenas_.size());
         buffer.arena_begin = numel;
         numel += buffer.shard.numel();
+        members.push_back(&buffer);
       }
     }
-    if (numel == 0) {
+    if (members.empty()) {
       continue;
     }
-    // The transport's memory: gathers read a rank's shards where they are.
-    arenas_.push_back(
-        sharding_->allocate(numel * static_cast<std::int64_t>(c10::elementSize(dtype)))
-            .view(dtype));
-    for (ShardedBuffer& buffer : buffers_) {
-      if (buffer.arena == static_cast<int>(arenas_.size()) - 1) {
-        buffer.master = arenas_.back().narrow(0, buffer.arena_begin, buffer.shard.numel());
-        buffer.master.copy_(buffer.shard);
-        if (buffer.flat->dtype() == dtype) {
-          buffer.shard = buffer.master;
-        }
+    arenas_.push_back(allocate_shard(numel, dtype));
+    const at::ScalarType compute_dtype = members.front()->flat->dtype();
+    const bool is_uniform = std::all_of(members.begin(), members.end(), [&](const auto* member) {
+      return member->flat->dtype() == compute_dtype;
+    });
+    shard_arenas_.push_back(
+        is_uniform && compute_dtype != dtype ? allocate_shard(numel, compute_dtype) : at::Tensor());
+    for (ShardedBuffer* member : members) {
+      const std::int64_t slice_numel = member->shard.numel();
+      member->master = arenas_.back().narrow(0, member->arena_begin, slice_numel);
+      member->master.copy_(member->shard);
+      if (member->flat->dtype() == dtype) {
+        member->shard = member->master;
+      } else if (shard_arenas_.back().defined()) {
+        move_shard(*member, shard_arenas_.back().narrow(0, member->arena_begin, slice_numel));
+      } else {
+        move_shard(*member, allocate_shard(slice_numel, member->flat->dtype()));
       }
     }
   }
+  for (ShardedBuffer& buffer : buffers_) {
+    if (!buffer.is_trainable) {
+      move_shard(buffer, allocate_shard(buffer.shard.numel(), buffer.flat->dtype()));
+    }
+  }
+}
+
+void ShardStore::move_shard(ShardedBuffer& buffer, at::Tensor to) const {
+  to.copy_(buffer.shard);
+  buffer.shard = std::move(to);
+}
+
+at::Tensor ShardStore::allocate_shard(std::int64_t numel, at::ScalarType dtype) const {
+  return sharding_->allocate(numel * static_cast<std::int64_t>(c10::elementSize(dtype)))
+      .view(dtype);
 }
 
 ShardStore::~ShardStore() {
@@ -266,10 +294,13 @@ void ShardStore::accept_changes(int unit) const {
   }
 }
 
-void ShardStore::refresh_shards() {
+void ShardStore::refresh_shards(bool with_arenas) {
   const at::NoGradGuard no_grad;
   for (ShardedBuffer& buffer : buffers_) {
-    if (buffer.is_trainable && buffer.master.dtype() != buffer.shard.dtype()) {
+    if (!buffer.is_trainable || buffer.master.dtype() == buffer.shard.dtype()) {
+      continue;
+    }
+    if (with_arenas || !shard_arenas_[static_cast<std::size_t>(buffer.arena)].defined()) {
       buffer.shard.copy_(buffer.master);
     }
   }

@@ -23,7 +23,8 @@ struct AdamSettings {
 ///
 /// @param step        1 for the first update; the bias corrections depend on it.
 /// @param grad_scale  finite; the clipping coefficient, 1 for none.
-/// All spans have the same length and do not overlap.
+/// @param bf16_shard  empty, or bits of bfloat16: the new master, rounded to nearest even.
+/// All other spans have the same length and do not overlap.
 /// Result: torch 2.11's Adam and AdamW with foreach=False, fused=False on a CPU with AVX2 or
 /// AVX-512, after `grad.mul_(grad_scale)`: both moments are bit-equal, and so would be the master
 /// if torch's square root, MKL's, were correctly rounded like ours. As it is off by one unit in the
@@ -33,7 +34,7 @@ struct AdamSettings {
 /// @throws InvalidArgument  lengths differ, or step < 1.
 void adam_step(std::span<float> master, std::span<const float> grad, std::span<float> exp_avg,
                std::span<float> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
-               double grad_scale = 1.0);
+               double grad_scale = 1.0, std::span<std::uint16_t> bf16_shard = {});
 void adam_step(std::span<double> master, std::span<const double> grad, std::span<double> exp_avg,
                std::span<double> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
                double grad_scale = 1.0);

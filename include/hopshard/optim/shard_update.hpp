@@ -54,11 +54,12 @@ class ShardUpdate {
 
   /// adam_step on every pass, with `settings[pass.group]`.
   /// @param master, grad, exp_avg, exp_avg_sq  whole arenas; padding must hold zeros.
+  /// @param bf16_shard  a whole arena; empty: not written.
   /// @throws InvalidArgument  a buffer is not an arena long, or a group has no settings; nothing
   ///                          was written then.
   void adam(std::span<float> master, std::span<const float> grad, std::span<float> exp_avg,
             std::span<float> exp_avg_sq, std::span<const AdamSettings> settings,
-            double grad_scale = 1.0) const;
+            double grad_scale = 1.0, std::span<std::uint16_t> bf16_shard = {}) const;
   void adam(std::span<double> master, std::span<const double> grad, std::span<double> exp_avg,
             std::span<double> exp_avg_sq, std::span<const AdamSettings> settings,
             double grad_scale = 1.0) const;

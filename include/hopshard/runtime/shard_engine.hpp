@@ -82,8 +82,10 @@ class ShardEngine {
   [[nodiscard]] const std::vector<at::Tensor>& gradient_arenas() { return reducer_->arenas(); }
 
   /// After an optimizer step: shards follow the masters, gathered copies are dropped, the count of
-  /// backward passes starts again. `stepped` is false if the weights did not change.
-  void end_step(bool stepped);
+  /// backward passes starts again.
+  /// @param stepped             false if the weights did not change.
+  /// @param shards_are_written  those of ShardStore::shard_arenas() follow the masters already.
+  void end_step(bool stepped, bool shards_are_written = false);
   /// The masters were written by somebody else than an optimizer (an average of weights).
   void weights_changed();
 
@@ -125,6 +127,7 @@ class ShardEngine {
   bool all_ranks_agree(std::int64_t value, const std::string& tag);
   void second_hop();
   bool meet_joined(bool runs, bool failed);
+  void follow_masters(bool shards_are_written);
 
   ProcessGroups groups_;
   EngineOptions options_;

@@ -5,7 +5,9 @@
 // The fp32 (or fp64) masters of all trainable units lie side by side in one arena per dtype, in
 // unit order. Gradients and optimizer moments are tensors of the same layout, so the norm, the
 // optimizer and hop 2 each run over one contiguous range. Where the compute dtype is the
-// master's, the master is the shard that gathers send: no second copy.
+// master's, the master is the shard that gathers send: no second copy. Where it is one 16-bit type
+// throughout, the shards are an arena of the same layout, which an optimizer can write as it goes.
+// All of them are the transport's memory: peers read a rank's shards where they are.
 //   unit        | 0: root      | 1: h.0             | 2: h.1             |
 //   arena [0..) | slice, pad   | slice, pad         | slice, pad         |
 #pragma once
@@ -77,6 +79,11 @@ class ShardStore {
   [[nodiscard]] const std::vector<ShardedBuffer>& buffers() const noexcept { return buffers_; }
   [[nodiscard]] const std::vector<ParameterPlace>& parameters() const noexcept { return places_; }
   [[nodiscard]] const std::vector<at::Tensor>& arenas() const noexcept { return arenas_; }
+  /// What gathers send, laid out like the arena of the same index; undefined where that is the
+  /// arena itself or dtypes are mixed.
+  [[nodiscard]] const std::vector<at::Tensor>& shard_arenas() const noexcept {
+    return shard_arenas_;
+  }
   [[nodiscard]] bool is_trainable(int unit) const;
 
   /// Collective over `sharding`: issues the unit's all-gathers; finish_gather or release follows.
@@ -100,7 +107,8 @@ class ShardStore {
   /// Gathered parameters may differ from the shards on purpose.
   void accept_changes(int unit) const;
   /// Compute-dtype shards follow the masters (after an optimizer step).
-  void refresh_shards();
+  /// @param with_arenas  false: those of shard_arenas() do already.
+  void refresh_shards(bool with_arenas = true);
   /// Sets this rank's piece from a full tensor; gathered copies are not touched.
   void write_parameter(int parameter, const at::Tensor& full);
 
@@ -119,6 +127,9 @@ class ShardStore {
   void bump_versions() const;
 
  private:
+  void make_arenas();
+  void move_shard(ShardedBuffer& buffer, at::Tensor to) const;
+  [[nodiscard]] at::Tensor allocate_shard(std::int64_t numel, at::ScalarType dtype) const;
   void add_buffers_of(int unit, const UnitSpec& spec);
   void place_parameters(int buffer, const std::vector<std::string>& names,
                         const std::vector<at::Tensor>& parameters);
@@ -132,6 +143,7 @@ class ShardStore {
   std::vector<ShardedBuffer> buffers_;
   std::vector<ParameterPlace> places_;
   std::vector<at::Tensor> arenas_;
+  std::vector<at::Tensor> shard_arenas_;
 };
 
 }  // namespace hopshard

@@ -189,6 +189,18 @@ class MixedDtype(nn.Module):
         return self.last(x * self.wide.float() + self.narrow.float())
 
 
+class Narrow(nn.Module):
+    """All of one 16-bit type, norms and buffers too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = Mlp().to(dtype)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.dtype)).float()
+
+
 TASKS = {
     task.name: task
     for task in (
@@ -228,6 +240,8 @@ TASKS = {
         Task("no_gradient", WithoutGradient, _rows, _square_loss),
         # One bf16 ulp is 2^-8 of the value; both runs keep fp32 masters.
         Task("mixed_dtype", MixedDtype, _rows, _square_loss, tolerance=2.0**-8),
+        Task("bf16", lambda: Narrow(torch.bfloat16), _rows, _square_loss, tolerance=2.0**-8),
+        Task("fp16", lambda: Narrow(torch.float16), _rows, _square_loss, tolerance=2.0**-10),
         Task("unit_by_class", GPT, _tokens, _token_loss, unit=[Attention, "token", "position"]),
     )
 }

@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <random>
 #include <span>
@@ -148,6 +150,52 @@ TYPED_TEST(AdamStep, BadArgumentsThrow) {
   EXPECT_THROW(state.step({}, 0, 1.0), InvalidArgument);
   state.exp_avg.pop_back();
   EXPECT_THROW(state.step({}, 1, 1.0), InvalidArgument);
+}
+
+TEST(AdamStep, WritesTheNewMasterAsBf16) {
+  for (const std::size_t numel : {0U, 1U, 7U, 64U, 1003U}) {
+    State<float> state(numel, 5);
+    State<float> other = state;
+    std::vector<std::uint16_t> shard(numel, 0x1234);
+    adam_step(std::span(state.master), std::span<const float>(state.grad), std::span(state.exp_avg),
+              std::span(state.exp_avg_sq), {.lr = 0.1}, 3, 0.5, shard);
+    other.step({.lr = 0.1}, 3, 0.5);
+    EXPECT_EQ(state.master, other.master);
+    for (std::size_t i = 0; i < numel; ++i) {
+      const float rounded = std::bit_cast<float>(std::uint32_t{shard[i]} << 16U);
+      const float master = state.master[i];
+      // To the nearest: half a unit in the last of 8 bits, and even where two are as near.
+      EXPECT_LE(std::abs(rounded - master), std::abs(master) / 256) << master;
+    }
+  }
+}
+
+TEST(AdamStep, Bf16RoundsToEvenAndKeepsNaN) {
+  // A step of rate 0 and without decay leaves the master as it is.
+  const auto bits_of = [](float master) {
+    std::vector<float> w{master}, m{0.0F}, v{0.0F};
+    const std::vector<float> g{0.0F};
+    std::vector<std::uint16_t> shard(1);
+    adam_step(std::span(w), std::span<const float>(g), std::span(m), std::span(v),
+              {.lr = 0.0, .weight_decay = 0.0}, 1, 1.0, shard);
+    return shard[0];
+  };
+  const auto number = [](std::uint32_t bits) { return std::bit_cast<float>(bits); };
+  EXPECT_EQ(bits_of(1.0F), 0x3f80);
+  EXPECT_EQ(bits_of(number(0x3f808000)), 0x3f80);  // Half way: to even.
+  EXPECT_EQ(bits_of(number(0x3f818000)), 0x3f82);
+  EXPECT_EQ(bits_of(number(0x3f808001)), 0x3f81);
+  EXPECT_EQ(bits_of(number(0xbf807fff)), 0xbf80);
+  EXPECT_EQ(bits_of(std::numeric_limits<float>::max()), 0x7f80);  // Rounds to infinity.
+  EXPECT_TRUE(std::isnan(number(std::uint32_t{bits_of(number(0x7f800001))} << 16U)));
+}
+
+TEST(AdamStep, AShardOfAnotherLengthIsRefused) {
+  State<float> state(4, 1);
+  std::vector<std::uint16_t> shard(3);
+  EXPECT_THROW(adam_step(std::span(state.master), std::span<const float>(state.grad),
+                         std::span(state.exp_avg), std::span(state.exp_avg_sq), {}, 1, 1.0, shard),
+               InvalidArgument);
 }
 
 }  // namespace
