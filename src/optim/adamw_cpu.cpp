@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/vector_path.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/adamw.hpp"
-#include "optim/vector_path.hpp"
 
 namespace hopshard {
 namespace {

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/vector_path.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/grad_norm.hpp"
-#include "optim/vector_path.hpp"
 
 namespace hopshard {
 namespace {

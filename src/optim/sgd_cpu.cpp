@@ -2,9 +2,9 @@
 // [Note: same bits as torch] in adamw_cpu.cpp.
 #include <cstddef>
 
+#include "core/vector_path.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/sgd.hpp"
-#include "optim/vector_path.hpp"
 
 namespace hopshard {
 namespace {

@@ -3,14 +3,15 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/mul.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "hopshard/collectives/two_hop_sync.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/core/log.hpp"
+#include "runtime/scaled_copy.hpp"
 
 namespace hopshard {
 
@@ -34,10 +35,15 @@ GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
       pool_(pool),
       scale_(scale),
       bucket_bytes_(bucket_bytes),
+      members_(store.buffers().size()),
       pending_(store.buffers().size()),
       is_collected_(store.buffers().size(), false),
       has_gradient_(store.parameters().size(), false),
       was_taken_(store.parameters().size(), false) {
+  for (std::size_t i = 0; i < store_.parameters().size(); ++i) {
+    members_[static_cast<std::size_t>(store_.parameters()[i].buffer)].push_back(
+        static_cast<int>(i));
+  }
   allocate(first_);
   std::int64_t num_bytes = 0;
   for (const at::Tensor& arena : store_.arenas()) {
@@ -91,10 +97,27 @@ GradientReducer::Pending& GradientReducer::pending_flat(int buffer) {
     const std::int64_t numel = owner.flat->layout().numel();
     pending.block = pool_.take(numel * owner.master.element_size());
     pending.flat = at::from_blob(pending.block.data, {numel}, owner.master.options());
-    // Zeros stand for gradients that this rank does not have, and fill the padding.
-    pending.flat.zero_();
   }
   return pending;
+}
+
+// Zeros stand for gradients that this rank does not have, and fill the padding.
+void GradientReducer::fill_gaps(int buffer, const at::Tensor& flat) const {
+  const FlatLayout& layout = store_.buffers()[static_cast<std::size_t>(buffer)].flat->layout();
+  const auto itemsize = static_cast<std::int64_t>(flat.element_size());
+  char* const data = static_cast<char*>(flat.mutable_data_ptr());
+  std::int64_t end = 0;  // Of what is defined so far.
+  const auto fill_to = [&](std::int64_t begin) {
+    std::memset(data + end * itemsize, 0, static_cast<std::size_t>((begin - end) * itemsize));
+  };
+  for (const int parameter : members_[static_cast<std::size_t>(buffer)]) {
+    if (was_taken_[static_cast<std::size_t>(parameter)]) {
+      const int position = store_.parameters()[static_cast<std::size_t>(parameter)].position;
+      fill_to(layout.offset_of(position));
+      end = layout.offset_of(position) + layout.numel_of(position);
+    }
+  }
+  fill_to(layout.numel());
 }
 
 void GradientReducer::drop(Pending& pending) {
@@ -115,10 +138,8 @@ void GradientReducer::take(int parameter) {
   const at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
   if (was_taken_[static_cast<std::size_t>(parameter)]) {
     view.add_(dense, scale_);
-  } else if (dense.scalar_type() == view.scalar_type()) {
-    at::mul_out(view, dense, at::Scalar(scale_));
   } else {
-    view.copy_(dense).mul_(scale_);  // In the precision of the sum.
+    copy_scaled(view, dense, scale_);
   }
   was_taken_[static_cast<std::size_t>(parameter)] = true;
   has_gradient_[static_cast<std::size_t>(parameter)] = true;
@@ -135,6 +156,7 @@ void GradientReducer::reduce(int unit, bool is_final) {
       continue;
     }
     Pending& pending = pending_flat(buffer);
+    fill_gaps(buffer, pending.flat);
     const at::Tensor shard = sum.arenas[static_cast<std::size_t>(owner.arena)].narrow(
         0, owner.arena_begin, owner.master.numel());
     while (in_flight_.size() >= kMostInFlight) {
@@ -302,10 +324,6 @@ void GradientReducer::zero(int parameter) {
     if (!sum->holds.empty() && sum->holds[static_cast<std::size_t>(place.buffer)]) {
       store_.piece_of(sum->arenas[static_cast<std::size_t>(owner.arena)], parameter).zero_();
     }
-  }
-  if (pending_[static_cast<std::size_t>(place.buffer)].flat.defined()) {
-    owner.flat->view_of(pending_[static_cast<std::size_t>(place.buffer)].flat, place.position)
-        .zero_();
   }
   has_gradient_[static_cast<std::size_t>(parameter)] = false;
   was_taken_[static_cast<std::size_t>(parameter)] = false;

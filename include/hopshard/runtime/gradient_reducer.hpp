@@ -83,7 +83,8 @@ class GradientReducer {
   };
   struct Pending {
     PoolBlock block;
-    at::Tensor flat;  // Undefined: no gradient since the last reduction.
+    at::Tensor flat;  // Undefined: no gradient since the last reduction. Else what was taken has
+                      // values, and nothing else.
   };
   struct Reduction {
     WorkPtr work;
@@ -107,6 +108,7 @@ class GradientReducer {
   void define(Sum& sum, int buffer) const;
   void define_all(Sum& sum) const;
   Pending& pending_flat(int buffer);
+  void fill_gaps(int buffer, const at::Tensor& flat) const;
   void drop(Pending& pending);
   Sum& target() { return is_closed_ && replication_->size() > 1 ? second_ : first_; }
 
@@ -117,7 +119,8 @@ class GradientReducer {
   double scale_;
   std::int64_t bucket_bytes_;
   std::int64_t early_bucket_bytes_ = 0;
-  std::vector<Pending> pending_;  // By buffer.
+  std::vector<std::vector<int>> members_;  // Parameters by buffer, in the order of its layout.
+  std::vector<Pending> pending_;           // By buffer.
   std::deque<Reduction> in_flight_;
   // Of hop 2, in the pass that it follows.
   bool hops_early_ = false;

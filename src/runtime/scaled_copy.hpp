@@ -1,0 +1,13 @@
+// Gradients on their way into a flat buffer: cast and scaled in one pass over memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace hopshard {
+
+/// to = from * scale, in the precision of `to`. Any strides.
+/// @param to    float or double.
+/// @param from  same shape; one pass where it lies in the same order as `to`, which gradients do.
+void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale);
+
+}  // namespace hopshard
