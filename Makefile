@@ -75,8 +75,8 @@ format:  ## Rewrite all sources in the house's format
 	@$(BIN)/ruff check --quiet --fix-only $(wildcard $(PY_DIRS))
 	@$(BIN)/ruff format --quiet $(wildcard $(PY_DIRS))
 
-bench: build  ## The benchmarks of training; collectives: see benchmarks/README.md
-	@for file in benchmarks/python/*.py; do echo "--- $$file"; $(PYTHON) "$$file"; done
+bench: build  ## The benchmark of training on this host (15 minutes); others: see benchmarks/README.md
+	@$(PYTHON) benchmarks/step_time.py --preset local
 
 docs: build  ## Rewrite the generated tables and check every link in the documentation
 	@$(PYTHON) tools/update_docs.py

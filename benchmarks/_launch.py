@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+TIMED_OUT: Final = 124  # As coreutils' timeout.
 _GRACE_S: Final = 8.0  # mpirun removes its shared memory when it is asked to end.
 
 
@@ -47,20 +48,34 @@ def base_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **root}
 
 
-def start_ranks(command: Sequence[str], num_ranks: int, use_mpi: bool = True) -> int:
-    """Runs the command as that many ranks of this host; the exit code of the first that failed."""
-    port = _free_port()
-    environment = {**base_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def start_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    use_mpi: bool = True,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+) -> int:
+    """Runs the command as that many ranks of this host; the exit code of the first that failed.
+
+    Args:
+        command: One rank's.
+        num_ranks: How many.
+        use_mpi: By mpirun, where it is.
+        environment: What ranks get besides this process's.
+        limit_s: All are ended after so long, and the code is ``TIMED_OUT``.
+    """
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = {**base_environment(), **(environment or {}), **rendezvous}
     mpirun = shutil.which("mpirun") if use_mpi else None
     if mpirun is not None:
         launch = [mpirun, *mpi_options(), "-np", str(num_ranks), *with_torch_names(command)]
-        return _wait([subprocess.Popen(launch, env=environment)])
+        return wait_for_all([subprocess.Popen(launch, env=environment)], limit_s)
     processes = []
     for rank in range(num_ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         place |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         processes.append(subprocess.Popen(command, env={**environment, **place}))
-    return _wait(processes)
+    return wait_for_all(processes, limit_s)
 
 
 def python_command(file: str) -> list[str]:
@@ -68,7 +83,13 @@ def python_command(file: str) -> list[str]:
     return [sys.executable, file, *sys.argv[1:]]
 
 
-def _wait(processes: Sequence[subprocess.Popen[Any]]) -> int:
+def wait_for_all(
+    processes: Sequence[subprocess.Popen[Any]],
+    limit_s: float | None = None,
+    grace_s: float = _GRACE_S,
+) -> int:
+    """Until all have ended well, or one has not, or the time is over; then ends the rest."""
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     old = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while True:
@@ -76,9 +97,11 @@ def _wait(processes: Sequence[subprocess.Popen[Any]]) -> int:
             failed = [code for code in codes if code not in (None, 0)]
             if failed or None not in codes:
                 return next((c if c > 0 else 128 - c for c in failed if c is not None), 0)
+            if deadline is not None and time.monotonic() > deadline:
+                return TIMED_OUT
             time.sleep(0.02)
     finally:
-        stop(processes)
+        stop(processes, grace_s)
         signal.signal(signal.SIGTERM, old)
 
 

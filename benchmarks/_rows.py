@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import platform
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[1]
-_WIDTH: Final = 176
+_WIDTH: Final = 200
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Figure:
 
     name: str
     value: float
+    """NaN: it could not be measured; ``note`` among the details says why."""
     goal: float | None
     """None: no goal holds in this configuration."""
     better: Literal["higher", "lower"]
@@ -72,7 +74,8 @@ class Figure:
         return value >= self.goal if self.better == "higher" else value <= self.goal
 
     def to_json(self) -> dict[str, Any]:
-        fixed = {"name": self.name, "value": round(self.value, 4), "goal": self.goal}
+        value = None if math.isnan(self.value) else round(self.value, 4)
+        fixed = {"name": self.name, "value": value, "goal": self.goal}
         return {**self.details, **fixed, "better": self.better, "met": self.met}
 
 
@@ -104,7 +107,8 @@ class Results:
         force = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
         width = max(_WIDTH, shutil.get_terminal_size().columns)
         console = Console(width=width, highlight=False, force_terminal=force)
-        console.print(_row_table(self.rows))
+        for rows in _by_texts(self.rows):
+            console.print(_row_table(rows))
         if self.figures:
             console.print(_figure_table(self.figures))
             judged = [figure for figure in self.figures if figure.goal is not None]
@@ -205,15 +209,36 @@ def _git(*arguments: str) -> str:
     return done.stdout
 
 
+def _by_texts(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that differ in more than numbers are easier to read apart."""
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        texts = (value for value in row.details.values() if isinstance(value, str))
+        parts.setdefault(tuple(texts), []).append(row)
+    return list(parts.values()) or [[]]
+
+
 def _row_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="Measured", title_justify="left")
+    # What is the same in all rows is said once.
+    names = {key for row in rows for key, value in row.details.items() if value is not None}
+    texts = {name: {row.details.get(name) for row in rows} for name in sorted(names)}
+    common = {
+        name: text
+        for name, (text, *others) in texts.items()
+        if len(rows) > 1 and not others and type(text) in (str, int)
+    }
+    title = ", ".join(["Measured", *(f"{name} {text}" for name, text in common.items())])
+    table = Table(title=title, title_justify="left")
     for name in ("op", "bytes", "backend", "algorithm"):
         table.add_column(name, no_wrap=True)
-    for name in ("nodes x ranks", "median ms", "p95 ms", "bus GB/s"):
+    for name in ("nodes x ranks", "median ms", "p95 ms"):
         table.add_column(name, justify="right", no_wrap=True)
-    extra = sorted({key for row in rows for key, value in row.details.items() if value is not None})
+    has_bus = any(row.bus_gb_s is not None for row in rows)
+    if has_bus:
+        table.add_column("bus GB/s", justify="right", no_wrap=True)
+    extra = sorted(names - set(common))
     for name in extra:
-        table.add_column(name.replace("_", " "), justify="right", min_width=9)
+        table.add_column(name.replace("_", " "), justify="right", min_width=9, overflow="fold")
     previous: tuple[str, int] | None = None
     for row in rows:
         if previous not in (None, (row.op, row.bytes)):
@@ -227,7 +252,7 @@ def _row_table(rows: Sequence[Row]) -> Table:
             f"{row.nodes} x {row.ranks // row.nodes}",
             f"{row.median_ms:,.3f}",
             f"{row.p95_ms:,.3f}",
-            "" if row.bus_gb_s is None else f"{row.bus_gb_s:.2f}",
+            *(["" if row.bus_gb_s is None else f"{row.bus_gb_s:.2f}"] if has_bus else []),
             *(_cell(row.details.get(name)) for name in extra),
         )
     return table
@@ -246,7 +271,7 @@ def _figure_table(figures: Sequence[Figure]) -> Table:
         table.add_row(
             figure.name,
             *(_cell(figure.details.get(name)) for name in extra),
-            f"{figure.value:.2f}",
+            "–" if math.isnan(figure.value) else f"{figure.value:.2f}",
             "–" if figure.goal is None else f"{sign} {figure.goal:g}",
             words[figure.met],
         )
@@ -258,6 +283,8 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {number:.4g}" for key, number in value.items())
     if isinstance(value, float):
         return f"{value:,.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
     return str(value)

@@ -33,7 +33,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # For the 
 
 from benchmarks._launch import base_environment, mpi_options, stop, with_torch_names
 
-COLLECTIVES: Final = pathlib.Path(__file__).resolve().parents[1] / "collectives.py"
+BENCHMARKS: Final = pathlib.Path(__file__).resolve().parents[1]
+OWN: Final = ("collectives", "step_time")  # Those that note the network that they ran on.
 
 # Whoever holds the lock on <token>.lock owns the names that begin with hsc<token>: what a killed
 # run left is recognised by a lock that is free, whatever became of its process id.
@@ -431,9 +432,9 @@ def main() -> int:
 def make_command(arguments: argparse.Namespace, plan: Plan) -> list[str]:
     """One rank's command line."""
     program, *rest = arguments.program
-    if program == "collectives":
+    if program in OWN:
         network = ["--network", plan.describe()]
-        return [sys.executable, str(COLLECTIVES), *network, *rest]
+        return [sys.executable, str(BENCHMARKS / f"{program}.py"), *rest, *network]
     if program.endswith(".py"):
         if not pathlib.Path(program).is_file():
             raise ClusterError(f"there is no script '{program}' (in {os.getcwd()})")
@@ -447,7 +448,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         usage="run.py [--nodes N] [--ranks-per-node K] [--rate RATE] [--mtu BYTES] "
-        "[--latency MS] [--no-mpi] (collectives | SCRIPT.py | COMMAND) [ARGS ...]",
+        "[--latency MS] [--no-mpi] (collectives | step_time | SCRIPT.py | COMMAND) [ARGS ...]",
     )
     parser.add_argument("--nodes", type=_count, default=2)
     parser.add_argument("--ranks-per-node", type=_count, default=2)
@@ -468,7 +469,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.program:
-        parser.error("nothing to run; give 'collectives', a script or a command")
+        parser.error("nothing to run; give 'collectives', 'step_time', a script or a command")
     return arguments
 
 
