@@ -4,9 +4,6 @@
 // only for earlier stages of its operation and for operations issued before), and while one lane
 // works at an operation, the other is already at the next.
 //
-// Only an all_gather has stages that run side by side: what lies on the node already is gathered
-// while the wires bring the rest.
-//
 // [Note: whose buffers] A failed operation completes only when both lanes have passed it. Until
 // then an inner communicator may still move its data, so its Work must not return; what makes the
 // lanes come soon is that a failure aborts both inner communicators.
@@ -61,14 +58,12 @@ enum class Level { kIntraNode, kInterNode };
 struct Stage {
   Level level;
   Issue issue;
-  bool waits = true;  ///< For the stage before it; those of one level are in order anyhow.
 };
 
 struct Operation {
   struct Step {
     Stage stage;
     detail::Completion passed{};
-    std::exception_ptr error{};  ///< Handed to the next step that waits, like the buffers.
   };
 
   std::int64_t number = 0;
@@ -78,6 +73,7 @@ struct Operation {
   milliseconds limit{0};
   Clock::time_point deadline;
   std::deque<Step> steps;
+  std::exception_ptr error;  ///< Handed from step to step, like the buffers.
   std::shared_ptr<detail::Completion> completion = std::make_shared<detail::Completion>();
 };
 
@@ -116,7 +112,6 @@ class HierarchicalCommunicator final : public Communicator {
         name_(detail::concatenate("hierarchical(", intra_node->backend(), "+",
                                   inter_node->backend(), ")")),
         timeout_(options.timeout),
-        own_first_bytes_(options.own_first_bytes),
         store_(std::move(options.store)),
         num_nodes_(inter_node->size()),
         ranks_per_node_(intra_node->size()),
@@ -178,56 +173,16 @@ class HierarchicalCommunicator final : public Communicator {
                                           .tag = options.tag,
                                           .numel = input.numel(),
                                           .dtype = input.scalar_type()};
-    const Stage between_nodes{
-        Level::kInterNode,
-        [block, input](Communicator& inner, const CommOptions& inner_options, Works& works) {
-          works.push_back(inner.all_gather(block, input, inner_options));
-        },
-        /*waits=*/false};
-    if (static_cast<std::int64_t>(input.nbytes()) >= own_first_bytes_) {
-      return issue(operation, call_text, options,
-                   {own_slices_stage(whole, flat_view(input)), between_nodes,
-                    other_slices_stage(whole, input.numel())});
-    }
     return issue(
         operation, call_text, options,
-        {between_nodes,
+        {{Level::kInterNode,
+          [block, input](Communicator& inner, const CommOptions& inner_options, Works& works) {
+            works.push_back(inner.all_gather(block, input, inner_options));
+          }},
          {Level::kIntraNode,
           [whole, block](Communicator& inner, const CommOptions& inner_options, Works& works) {
             works.push_back(inner.all_gather(whole, block, inner_options));
           }}});
-  }
-
-  /// Its own slice a rank reads from `input`: the stage between the nodes writes that slot.
-  [[nodiscard]] Stage own_slices_stage(const at::Tensor& whole, const at::Tensor& input) const {
-    return {Level::kIntraNode,
-            [this, whole, input](Communicator& inner, const CommOptions& options, Works& works) {
-              const std::int64_t numel = input.numel();
-              for (int place = 0; place < ranks_per_node_; ++place) {
-                const std::int64_t slot = std::int64_t{place} * num_nodes_ + node();
-                works.push_back(inner.broadcast(
-                    place == local_place() ? input : whole.narrow(0, slot * numel, numel), place,
-                    options));
-              }
-            }};
-  }
-
-  /// Of each block what lies before and behind the node's own slice.
-  [[nodiscard]] Stage other_slices_stage(const at::Tensor& whole, std::int64_t numel) const {
-    return {Level::kIntraNode,
-            [this, whole, numel](Communicator& inner, const CommOptions& options, Works& works) {
-              for (int place = 0; place < ranks_per_node_; ++place) {
-                const at::Tensor block =
-                    whole.narrow(0, place * num_nodes_ * numel, num_nodes_ * numel);
-                for (const at::Tensor& part :
-                     {block.narrow(0, 0, node() * numel),
-                      block.narrow(0, (node() + 1) * numel, (num_nodes_ - node() - 1) * numel)}) {
-                  if (part.numel() > 0) {
-                    works.push_back(inner.broadcast(part, place, options));
-                  }
-                }
-              }
-            }};
   }
 
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
@@ -381,9 +336,9 @@ class HierarchicalCommunicator final : public Communicator {
       const int generation = num_splits_[{part.name, part.ranks}]++;
       store = make_prefix_store(store_, detail::concatenate("split", generation));
     }
-    return make_hierarchical_communicator(
-        std::move(part), std::move(intra_node), std::move(inter_node),
-        {.timeout = timeout_, .store = std::move(store), .own_first_bytes = own_first_bytes_});
+    return make_hierarchical_communicator(std::move(part), std::move(intra_node),
+                                          std::move(inter_node),
+                                          {.timeout = timeout_, .store = std::move(store)});
   }
 
   at::Tensor do_allocate(std::int64_t num_bytes) override {
@@ -511,14 +466,11 @@ class HierarchicalCommunicator final : public Communicator {
   /// On a lane.
   void run_step(Operation& operation, std::size_t index) {
     Operation::Step& step = operation.steps[index];
-    if (index > 0 && step.stage.waits) {
+    if (index > 0) {
       wait_until_done(operation.steps[index - 1].passed);
-      for (std::size_t earlier = 0; earlier < index && !step.error; ++earlier) {
-        step.error = std::move(operation.steps[earlier].error);
-      }
     }
-    if (!step.error) {
-      step.error = run_stage(operation, step.stage);
+    if (!operation.error) {
+      run_stage(operation, step.stage);
     }
     step.stage.issue = nullptr;  // Its tensors end here, not when the peers are done.
     if (index + 1 < operation.steps.size()) {
@@ -527,14 +479,14 @@ class HierarchicalCommunicator final : public Communicator {
     }
     watch_->end(operation.number);
     --num_in_flight_;
-    if (step.error) {
-      operation.completion->fail(std::move(step.error));
+    if (operation.error) {
+      operation.completion->fail(std::move(operation.error));
     } else {
       operation.completion->finish();
     }
   }
 
-  [[nodiscard]] std::exception_ptr run_stage(Operation& operation, Stage& stage) {
+  void run_stage(Operation& operation, Stage& stage) {
     const at::NoGradGuard no_grad;
     Lane& lane = lane_of(stage.level);
     Works works;
@@ -569,7 +521,9 @@ class HierarchicalCommunicator final : public Communicator {
         failed_by(error);
       }
     }
-    return failed ? error_of(operation) : nullptr;
+    if (failed) {
+      operation.error = error_of(operation);
+    }
   }
 
   /// At least a moment, so that an operation whose peers are all there still counts.
@@ -618,7 +572,6 @@ class HierarchicalCommunicator final : public Communicator {
 
   const std::string name_;
   const milliseconds timeout_;
-  const std::int64_t own_first_bytes_;
   const StorePtr store_;
   const int num_nodes_;
   const int ranks_per_node_;

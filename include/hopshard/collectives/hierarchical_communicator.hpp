@@ -5,7 +5,6 @@
 //   N = 2 nodes of k = 2 ranks, slots in slice order (D2); rank (node j, local place l)
 //     all_gather       between nodes: (j,0) gather blocks 0 1, (j,1) gather blocks 2 3, in place;
 //                      then inside: the halves 01 and 23, in place. No copy puts them in order.
-//                      Large ones: node 0 spreads 0 2 inside meanwhile, and then only 1 3.
 //     reduce_scatter   the mirror: inside, then between nodes
 //     all_reduce       inside: reduce_scatter; between: all_reduce of 1/k; inside: all_gather
 //     broadcast        between the nodes on the root's rail; then inside
@@ -15,7 +14,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 
 #include "hopshard/comm/communicator.hpp"
 #include "hopshard/comm/store.hpp"
@@ -28,9 +26,6 @@ struct HierarchicalOptions {
   /// find out. Without it they learn of it when the rank that they wait for arrives, or at their
   /// time limit. Fresh keys: prefix it if the same group is made again.
   StorePtr store;
-  /// From slices of this size on, an all_gather gathers what the node has already while the rest
-  /// is on the wires; below, its operations cost more than they hide. The same on all ranks.
-  std::int64_t own_first_bytes = std::int64_t{512} << 10;
 };
 
 /// True if the group's slots are those of D2 (slot l * N + j), which the two-level all_gather and

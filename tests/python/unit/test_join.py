@@ -72,12 +72,17 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_a_forward_with_gradients_is_refused() -> None:
     def run() -> None:
         model = hs.DistributedModel(Mlp())
-        with pytest.raises(hs.ScheduleError, match=r"runs without a backward; use torch.no_grad"):
-            with hs.join(model):
-                model(torch.ones(1, HIDDEN))
-        with pytest.raises(hs.ScheduleError, match=r"inside hopshard\.join"):
-            with hs.join(model), hs.join(model):
-                pass
+        with (
+            pytest.raises(hs.ScheduleError, match=r"runs without a backward; use torch.no_grad"),
+            hs.join(model),
+        ):
+            model(torch.ones(1, HIDDEN))
+        with (
+            pytest.raises(hs.ScheduleError, match=r"inside hopshard\.join"),
+            hs.join(model),
+            hs.join(model),
+        ):
+            pass
         with torch.no_grad():
             model(torch.ones(1, HIDDEN))
 

@@ -67,9 +67,8 @@ TEST(Hierarchical, GivesWhatTheFlatOneGives) {
     run_ranks(layout.size(), [&](int rank, ThreadWorld& world) {
       SCOPED_TRACE(::testing::Message() << layout.num_nodes << 'x' << layout.ranks_per_node);
       const Group group = sliced_world(layout.num_nodes, layout.ranks_per_node, rank);
-      // The largest gathers are of both kinds.
-      const CommunicatorPtr two_level = make_two_level(
-          world, group, layout.num_nodes, layout.ranks_per_node, {.own_first_bytes = 4000});
+      const CommunicatorPtr two_level =
+          make_two_level(world, group, layout.num_nodes, layout.ranks_per_node);
       const CommunicatorPtr flat = world.communicator(group);
       for (const std::int64_t numel : {0, 1, 5, 1000, 4001}) {
         const at::Tensor part = numbers(numel, rank);
@@ -78,12 +77,6 @@ TEST(Hierarchical, GivesWhatTheFlatOneGives) {
         two_level->all_gather(gathered, part)->wait();
         flat->all_gather(expected, part)->wait();
         EXPECT_TRUE(at::equal(gathered, expected)) << "all_gather " << numel;
-
-        const at::Tensor in_place = at::zeros({numel * layout.size()});
-        const at::Tensor own = in_place.narrow(0, group.my_slot() * numel, numel);
-        own.copy_(part);
-        two_level->all_gather(in_place, own)->wait();
-        EXPECT_TRUE(at::equal(in_place, expected)) << "all_gather in place " << numel;
 
         const at::Tensor whole = numbers(numel * layout.size(), rank);
         for (const bool accumulate : {false, true}) {
@@ -188,8 +181,7 @@ TEST(Hierarchical, AsManyBytesLeaveANodeAsTheFormulaSays) {
     const int k = layout.ranks_per_node;
     constexpr std::int64_t kNumel = 60;
     const std::int64_t whole_bytes = kNumel * 4 * p;
-    for (const auto& [is_scatter, own_first_bytes] :
-         {std::pair{false, 1'000'000}, std::pair{false, 0}, std::pair{true, 0}}) {
+    for (const bool scatter : {false, true}) {
       std::vector<std::shared_ptr<Meter>> meters(static_cast<std::size_t>(p));
       std::vector<std::shared_ptr<Meter>> flat_meters(static_cast<std::size_t>(p));
       for (std::size_t rank = 0; rank < meters.size(); ++rank) {
@@ -200,8 +192,7 @@ TEST(Hierarchical, AsManyBytesLeaveANodeAsTheFormulaSays) {
         const Group group = sliced_world(layout.num_nodes, k, rank);
         const auto me = static_cast<std::size_t>(rank);
         const CommunicatorPtr two_level = make_two_level(
-            world, group, layout.num_nodes, k, {.own_first_bytes = own_first_bytes},
-            [&](const CommunicatorPtr& inner, bool) {
+            world, group, layout.num_nodes, k, {}, [&](const CommunicatorPtr& inner, bool) {
               return make_recording_communicator(inner, inner->group(), meters[me], k);
             });
         const CommunicatorPtr flat =
@@ -209,7 +200,7 @@ TEST(Hierarchical, AsManyBytesLeaveANodeAsTheFormulaSays) {
         for (const CommunicatorPtr& communicator : {two_level, flat}) {
           const at::Tensor whole = at::zeros({kNumel * p});
           const at::Tensor part = at::zeros({kNumel});
-          if (is_scatter) {
+          if (scatter) {
             communicator->reduce_scatter(part, whole)->wait();
           } else {
             communicator->all_gather(whole, part)->wait();
@@ -374,42 +365,14 @@ void expect_overlap(bool scatter) {
 TEST(Hierarchical, TheNextGatherCrossesNodesWhileThisOneSpreadsInside) { expect_overlap(false); }
 TEST(Hierarchical, TheNextScatterSumsInsideWhileThisOneCrossesNodes) { expect_overlap(true); }
 
-TEST(Hierarchical, OwnSlicesSpreadInsideWhileTheOthersCrossNodes) {
-  run_ranks(4, [&](int rank, ThreadWorld& world) {
-    const auto events = std::make_shared<Events>();
-    const auto decorate = [&](const CommunicatorPtr& inner, bool is_inter_node) -> CommunicatorPtr {
-      return std::make_shared<ReportingCommunicator>(
-          inner, is_inter_node ? "inter" : "intra", events, [=](const std::string& tag) {
-            EXPECT_TRUE(!is_inter_node || events->wait_for("intra " + tag));
-          });
-    };
-    const Group group = sliced_world(2, 2, rank);
-    const CommunicatorPtr two_level =
-        make_two_level(world, group, 2, 2, {.own_first_bytes = 40}, decorate);
-    const at::Tensor whole = at::zeros({40});
-    two_level
-        ->all_gather(whole, at::full({10}, static_cast<double>(group.my_slot()), at::kFloat),
-                     {.timeout = {}, .tag = "x"})
-        ->wait();
-    EXPECT_TRUE(at::equal(whole, at::arange(40, at::kFloat).div(10, "floor")));
-    // Two broadcasts of own slices, beside the stage between the nodes, then two of the others.
-    const std::vector<std::string> ended = events->events();
-    ASSERT_EQ(ended.size(), 5U);
-    EXPECT_TRUE(ended[1] == "inter x" || ended[2] == "inter x");
-  });
-}
-
-class InFlight : public ::testing::TestWithParam<std::int64_t> {};
-INSTANTIATE_TEST_SUITE_P(Hierarchical, InFlight, ::testing::Values(0, 1'000'000));
-
-TEST_P(InFlight, MixedCallsKeepTheirOrderUnderDelays) {
+TEST(Hierarchical, MixedCallsInFlightKeepTheirOrderUnderDelays) {
   run_ranks(6, [](int rank, ThreadWorld& world) {
     const auto decorate = [](const CommunicatorPtr& inner, bool is_inter_node) {
       return make_delayed_communicator(
           inner, {.seed = is_inter_node ? 1U : 2U, .max_delay = std::chrono::microseconds(500)});
     };
-    const CommunicatorPtr two_level = make_two_level(world, sliced_world(3, 2, rank), 3, 2,
-                                                     {.own_first_bytes = GetParam()}, decorate);
+    const CommunicatorPtr two_level =
+        make_two_level(world, sliced_world(3, 2, rank), 3, 2, {}, decorate);
     const int slot = two_level->group().my_slot();
     std::vector<at::Tensor> wholes;
     std::vector<at::Tensor> parts;
