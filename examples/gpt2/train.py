@@ -381,7 +381,11 @@ def main(arguments: list[str] | None = None) -> None:
         for record in train(model, optimizer, batches, val_batches, clock, settings):
             log.write(record)
             display.step(record, clock.fraction)
-        log.add_facts(val_loss=record["val_loss"], seconds=clock.seconds)
+        log.add_facts(
+            val_loss=record["val_loss"],
+            seconds=clock.seconds,
+            hidden_share=model.statistics()["hidden_share"],
+        )
 
     if settings.sample_bytes > 0:
         sample = write_sample(model, settings)

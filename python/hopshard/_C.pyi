@@ -672,8 +672,15 @@ class ShardEngine:
         """Units in the order in which the next forward expects them."""
 
     def statistics(self) -> dict[str, Any]:
-        """``seconds`` (gather, reduce, second_hop), ``persistent_bytes``, ``pool_bytes``,
-        ``peak_bytes``, ``pool_allocations`` and ``num_deviations`` of this rank."""
+        """``seconds`` and ``hidden_seconds`` (gather, reduce, second_hop), ``hidden_share``,
+        ``persistent_bytes``, ``pool_bytes``, ``peak_bytes``, ``pool_allocations`` and
+        ``num_deviations`` of this rank."""
+
+    def record_timeline(self, max_events: int) -> None:
+        """Keeps so many events from here on."""
+
+    def take_timeline(self) -> list[tuple[str, str, float, float]]:
+        """Lane, name, begin and end in microseconds since the epoch."""
 
 # Optimizer kernels (optim/*.hpp): 1-D contiguous CPU tensors of one dtype, float32 or float64.
 

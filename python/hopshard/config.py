@@ -33,6 +33,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "HOPSHARD_LOG_LEVEL": "log_level",
     "HOPSHARD_BACKEND": "backend",
     "HOPSHARD_LINK_COSTS": "link_costs",
+    "HOPSHARD_TRACE_FOLDER": "trace_folder",
 }
 """Environment variables that fill a field which the program left at its default."""
 
@@ -116,6 +117,15 @@ class Config(BaseModel):
     with their units in every forward and backward. They stay whole on every rank from the first
     forward of a step to its ``optimizer.step()``. Alias: ``sdp_param_persistence_threshold``."""
 
+    optimizer_state_sharding: Literal["group", "world"] = "group"
+    """Where the optimizer's moments lie: divided by the degree, each replica with a whole copy, or
+    divided over the world. The latter saves memory and costs one broadcast of each replica's part of
+    the weights after every step. Adam, AdamW and SGD."""
+
+    trace_folder: str = ""
+    """Folder where every rank writes a trace of its models when they or the process end; see
+    ``hopshard trace``. Empty: none. Ranks may differ. Environment: ``HOPSHARD_TRACE_FOLDER``."""
+
     simulate_delays_us: int = Field(default=0, ge=0, le=10**6)
     """For tests: above 0, every collective runs on a stream that begins up to so many microseconds
     late, as on a GPU, and memory that is not ready or no longer owned reads as NaN. What only works
@@ -185,7 +195,7 @@ class Config(BaseModel):
 
     def must_agree(self) -> dict[str, Any]:
         """The effective values that have to be equal on all ranks."""
-        return self.model_dump(exclude={"log_level"})
+        return self.model_dump(exclude={"log_level", "trace_folder"})
 
 
 def known_keys() -> list[str]:

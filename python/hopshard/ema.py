@@ -16,10 +16,10 @@ from hopshard.model import DistributedModel
 
 
 class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
-    """Averages the trainable parameters of ``model``: ``average += (1 - decay) * (weight - average)``.
+    """Averages trainable parameters: ``average += (1 - decay) * (weight - average)``.
 
-    What torch's ``AveragedModel`` computes with ``get_ema_multi_avg_fn(decay)``, on this rank's fp32
-    (or fp64) slices: 4 bytes per element divided by the degree, and no communication. Call
+    What torch's ``AveragedModel`` computes with ``get_ema_multi_avg_fn(decay)``, on this rank's
+    fp32 (or fp64) slices: 4 bytes per element divided by the degree, and no communication. Call
     ``update()`` after ``optimizer.step()``. Frozen parameters and buffers are the model's own.
 
     Example:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hopshard import _C, world
+from hopshard import _C, trace, world
 from hopshard.consistency import check_agreement
 from hopshard.errors import ConfigError
 from hopshard.gradients import GradientAccess, ShardedGrad
@@ -120,6 +120,9 @@ class DistributedModel(nn.Module):
             current.config.reshard_after_forward,
             current.config.simulate_delays_us > 0,
         )
+        if current.config.trace_folder:
+            number = sum(other.world is current for other in _models)
+            trace.start(self, self._engine, current.config.trace_folder, current.rank, number)
         self._places = self._engine.parameters  # Every access to the engine's makes a new list.
         self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}
         self._gradients = GradientAccess(self._engine, self._places)
@@ -252,8 +255,10 @@ class DistributedModel(nn.Module):
         Returns:
             ``persistent_bytes`` (weights and gradients in slices), ``optimizer_bytes``,
             ``pool_bytes`` (gathered units, flat gradients, idle buffers), ``peak_bytes`` (the most
-            of the three together), ``seconds`` by part, ``pool_allocations`` (constant in a steady
-            step) and ``num_deviations`` (units outside the order of the first step).
+            of the three together), ``seconds`` by part that the computation stood still,
+            ``hidden_seconds`` that collectives ran beside it and ``hidden_share`` of the two (lower
+            bounds: up to when each was last seen running), ``pool_allocations`` (constant in a
+            steady step) and ``num_deviations`` (units outside the order of the first step).
         """
         statistics = dict(self._engine.statistics())
         optimizers = list(self._optimizers)

@@ -157,6 +157,9 @@ def summarize(run: Run) -> list[Tile]:
     if crossing:
         median_bytes = format_bytes(statistics.median(crossing))
         tiles.append(Tile("between nodes", median_bytes, "sent per rank and step"))
+    if is_number(run.facts.get("hidden_share")):
+        share = f"{run.facts['hidden_share']:.0%}"
+        tiles.append(Tile("communication hidden", share, "at least; beside the computation"))
     if is_number(run.facts.get("seconds")):
         duration = timedelta(seconds=round(run.facts["seconds"]))
         last_step = run.records[-1]["step"] if run.records else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,8 @@ from hopshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from hopshard.model import DistributedModel
+
+_PART_ALIGNMENT: Final = 32  # Elements: a cache-line pair of fp32.
 
 
 def make_update(optimizer: torch.optim.Optimizer, model: DistributedModel) -> Update:
@@ -74,6 +76,36 @@ class Update(ABC):
         """This rank's part of a whole state; empty: the parameter was never updated."""
 
 
+class _Part:
+    """What a rank updates of an arena, where replicas share the optimizer's state.
+
+    Replicas hold the same masters. With ``optimizer_state_sharding="world"`` each keeps the moments
+    of its part and updates that; the parts are then broadcast between them.
+    """
+
+    def __init__(self, numel: int, replication: _C.Communicator, divided: bool) -> None:
+        size = replication.size if divided else 1
+        part = -(-numel // size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        self.ranges = [(min(i * part, numel), min((i + 1) * part, numel)) for i in range(size)]
+        self.begin, self.end = self.ranges[replication.rank if divided else 0]
+        self._replication = replication
+
+    def of(self, arena_like: torch.Tensor) -> torch.Tensor:
+        return arena_like[self.begin : self.end]
+
+    def share(self, arena_like: torch.Tensor, begin: int, end: int, tag: str) -> None:
+        """Makes elements ``begin`` to ``end`` whole on all replicas. Collective: replication."""
+        if len(self.ranges) == 1:
+            return
+        works = []
+        for owner, (first, last) in enumerate(self.ranges):
+            first, last = max(first, begin), min(last, end)
+            if first < last:
+                works.append(self._replication.broadcast(arena_like[first:last], owner, tag=tag))
+        for work in works:
+            work.wait()
+
+
 class _Fused(Update):
     """Moments in arenas, one native pass per run of parameters of one group and age."""
 
@@ -83,6 +115,9 @@ class _Fused(Update):
         super().__init__(optimizer, model)
         masters = self.engine.master_arenas()
         self.masters = masters
+        self.divided = model.world.config.optimizer_state_sharding == "world"
+        replication = self.engine.groups.replication
+        self.parts = [_Part(m.numel(), replication, self.divided) for m in masters]
         self.moments: dict[str, list[torch.Tensor]] = {name: [] for name in self.moment_names}
         self.steps = dict.fromkeys(self.group_of, 0)
         trainable = [i for i, place in enumerate(self.places) if place.is_trainable]
@@ -104,17 +139,22 @@ class _Fused(Update):
         for index in active:
             self.steps[index] += 1
         updates = []
-        for arena, indices in enumerate(self.by_arena):
-            # A parameter without a piece here still lies between its neighbours: leave it out.
-            segments = [
-                _C.Segment(*self.extent[i], self.group_of[i], self.steps[i])
-                if i in active
-                else _C.Segment(*self.extent[i], _C.Segment.SKIPPED, 1)
-                for i in indices
-                if self.extent[i][0] < self.extent[i][1]
-            ]
-            updates.append(_C.ShardUpdate(self.masters[arena].numel(), segments))
+        for part, indices in zip(self.parts, self.by_arena, strict=True):
+            segments = []
+            for i in indices:
+                begin = max(self.extent[i][0], part.begin) - part.begin
+                end = min(self.extent[i][1], part.end) - part.begin
+                # A parameter without a piece here lies between its neighbours: leave it out.
+                if begin < end:
+                    group = self.group_of[i] if i in active else _C.Segment.SKIPPED
+                    step = self.steps[i] if i in active else 1
+                    segments.append(_C.Segment(begin, end, group, step))
+            updates.append(_C.ShardUpdate(part.end - part.begin, segments))
         return updates
+
+    def _share_masters(self) -> None:
+        for part, master in zip(self.parts, self.masters, strict=True):
+            part.share(master, 0, master.numel(), "weights")
 
     def state_bytes(self) -> int:
         return sum(moment.nbytes for moments in self.moments.values() for moment in moments)
@@ -125,25 +165,46 @@ class _Fused(Update):
         arena = self.engine.arena_of(index)
         state: dict[str, Any] = {}
         for name in self._used_moments(index):
-            full = self.engine.gather_full(self.moments[name][arena], index, "optimizer")
+            moments = self._whole(self.moments[name][arena], arena, *self.extent[index])
+            full = self.engine.gather_full(moments, index, "optimizer")
             if keep:
                 state[name] = full
         return state
+
+    def _whole(self, moments: torch.Tensor, arena: int, begin: int, end: int) -> torch.Tensor:
+        """Laid out like the arena, and right from ``begin`` to ``end``."""
+        if not self.divided:
+            return moments
+        whole = torch.empty_like(self.masters[arena])
+        self.parts[arena].of(whole).copy_(moments)
+        self.parts[arena].share(whole, begin, end, "optimizer")
+        return whole
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         if index not in self.group_of:
             return
         arena = self.engine.arena_of(index)
+        part = self.parts[arena]
+        begin = max(self.extent[index][0], part.begin)
+        end = min(self.extent[index][1], part.end)
         for name in self.moment_names:
-            if state.get(name) is not None:
-                self.engine.write_piece(self.moments[name][arena], index, state[name])
+            if begin >= end:
+                continue
+            mine = self.moments[name][arena][begin - part.begin : end - part.begin]
+            if state.get(name) is None:
+                mine.zero_()
             else:
-                self.engine.piece_of(self.moments[name][arena], index).zero_()
+                piece = self.engine.piece_from_full(index, state[name])
+                first = begin - self.extent[index][0]
+                mine.copy_(piece[first : first + end - begin])
 
     def _allocate_moments(self) -> None:
         """Does nothing where they are there."""
         for name, moments in self.moments.items():
-            self.moments[name] = moments or [torch.zeros_like(m) for m in self.masters]
+            self.moments[name] = moments or [
+                torch.zeros_like(part.of(master))
+                for part, master in zip(self.parts, self.masters, strict=True)
+            ]
 
     def _used_moments(self, index: int) -> tuple[str, ...]:
         return self.moment_names
@@ -158,8 +219,10 @@ class FusedAdam(_Fused):
         super().__init__(optimizer, model)
         self._allocate_moments()
         self.shards = self.engine.shard_arenas()
-        # fp16 shards are copied after the step.
-        self.writes_shards = all(s is None or s.dtype == torch.bfloat16 for s in self.shards)
+        # fp16 shards, and those whose masters other replicas update, are copied after the step.
+        self.writes_shards = not self.divided and all(
+            shard is None or shard.dtype == torch.bfloat16 for shard in self.shards
+        )
 
     def step(self, scale: float) -> None:
         settings = [
@@ -177,15 +240,17 @@ class FusedAdam(_Fused):
         ]
         gradients = self.engine.gradient_arenas()
         for arena, update in enumerate(self._advance()):
+            part = self.parts[arena]
             update.adam(
-                self.masters[arena],
-                gradients[arena],
+                part.of(self.masters[arena]),
+                part.of(gradients[arena]),
                 self.moments["exp_avg"][arena],
                 self.moments["exp_avg_sq"][arena],
                 settings,
                 scale,
                 self.shards[arena] if self.writes_shards else None,
             )
+        self._share_masters()
 
     def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
         state = super().full_state(index, keep=keep)
@@ -227,7 +292,10 @@ class FusedSgd(_Fused):
         )
         gradients = self.engine.gradient_arenas()
         for arena, update in enumerate(self._advance()):
-            update.sgd(self.masters[arena], gradients[arena], buffers[arena], settings, scale)
+            part = self.parts[arena]
+            master, gradient = part.of(self.masters[arena]), part.of(gradients[arena])
+            update.sgd(master, gradient, buffers[arena], settings, scale)
+        self._share_masters()
 
     def _used_moments(self, index: int) -> tuple[str, ...]:
         group = self.optimizer.param_groups[self.group_of[index]]
@@ -248,6 +316,12 @@ class Pieces(Update):
     """A torch optimizer as it is, on this rank's pieces of the masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
+        if model.world.config.optimizer_state_sharding == "world":
+            raise ConfigError(
+                f"optimizer_state_sharding='world' with {type(optimizer).__name__}: only the state "
+                "of Adam, AdamW (without amsgrad, capturable and differentiable) and SGD is "
+                "divided over the world; use 'group'"
+            )
         super().__init__(optimizer, model)
         masters = self.engine.master_arenas()
         self.pieces: dict[int, torch.Tensor] = {

@@ -3,10 +3,12 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -64,8 +66,18 @@ py::dict to_dict(const EngineStatistics& statistics) {
   seconds["gather"] = statistics.gather_seconds;
   seconds["reduce"] = statistics.reduce_seconds;
   seconds["second_hop"] = statistics.second_hop_seconds;
+  const auto& [gathers, first_hops, second_hops] =
+      std::tie(statistics.gathers, statistics.first_hops, statistics.second_hops);
+  py::dict hidden;
+  hidden["gather"] = gathers.hidden;
+  hidden["reduce"] = first_hops.hidden;
+  hidden["second_hop"] = second_hops.hidden;
+  const double all_hidden = gathers.hidden + first_hops.hidden + second_hops.hidden;
+  const double all = all_hidden + gathers.waited + first_hops.waited + second_hops.waited;
   py::dict out;
   out["seconds"] = seconds;
+  out["hidden_seconds"] = hidden;
+  out["hidden_share"] = all > 0 ? all_hidden / all : 0.0;
   out["persistent_bytes"] = statistics.persistent_bytes;
   out["pool_bytes"] = statistics.pool_bytes;
   out["peak_bytes"] = statistics.peak_bytes;
@@ -221,6 +233,20 @@ void bind_runtime(py::module_& m) {
           py::arg("unit"))
       .def_property_readonly("groups", &ShardEngine::groups)
       .def("forward_plan", [](const ShardEngine& self) { return self.schedule().forward_plan(); })
+      .def(
+          "record_timeline",
+          [](ShardEngine& self, std::size_t max_events) { self.timeline().record(max_events); },
+          py::arg("max_events"))
+      .def("take_timeline",
+           [](ShardEngine& self) {
+             constexpr std::array kLanes = {"compute", "gather", "hop 1", "hop 2", "step"};
+             std::vector<std::tuple<std::string, std::string, double, double>> events;
+             for (TimelineEvent& event : self.timeline().take_events()) {
+               events.emplace_back(kLanes.at(static_cast<std::size_t>(event.lane)),
+                                   std::move(event.name), event.begin_us, event.end_us);
+             }
+             return events;
+           })
       .def("statistics", [](const ShardEngine& self) { return to_dict(self.statistics()); });
 }
 

@@ -26,6 +26,8 @@ constexpr auto kVariables = std::to_array<EnvVariable>({
      "The node that this rank is on: ranks with equal ids share a node."},
     {"HOPSHARD_LINK_COSTS", "a path", "built-in costs",
      "A file that hopshard tune wrote: flat or two-level collectives are chosen by it."},
+    {"HOPSHARD_TRACE_FOLDER", "a path", "no traces",
+     "Where every rank writes a trace of its steps; set by hopshard trace."},
     {"HOPSHARD_OFI_PROVIDER", "auto, or a name that fi_info prints: efa, tcp, net, shm", "auto",
      "The libfabric provider of the ofi backend; auto takes efa where there is one, else tcp."},
     {"HOPSHARD_OFI_INTERFACE", "interface names or addresses, separated by commas",
@@ -87,8 +89,8 @@ std::optional<std::string> read_process_environment(std::string_view name) {
 std::span<const EnvVariable> env_variables() noexcept { return kVariables; }
 
 Env parse_env(const EnvLookup& lookup) {
-  const auto& [log_level, timeout, ranks_per_node, backend, node_id, link_costs, ofi_provider,
-               ofi_interface, ofi_allow_tcp] = kVariables;
+  const auto& [log_level, timeout, ranks_per_node, backend, node_id, link_costs, trace_folder,
+               ofi_provider, ofi_interface, ofi_allow_tcp] = kVariables;
   const auto value_of = [&](const EnvVariable& variable) {
     std::optional<std::string> value = lookup(variable.name);
     if (value && value->empty()) value.reset();
@@ -103,6 +105,7 @@ Env parse_env(const EnvLookup& lookup) {
   result.backend = value_of(backend).value_or(result.backend);
   result.node_id = value_of(node_id).value_or("");
   result.link_costs = value_of(link_costs).value_or("");
+  result.trace_folder = value_of(trace_folder).value_or("");
   result.ofi_provider = value_of(ofi_provider).value_or("");
   result.ofi_interface = value_of(ofi_interface).value_or("");
   if (const auto value = value_of(ofi_allow_tcp)) {

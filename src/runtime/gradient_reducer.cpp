@@ -28,13 +28,14 @@ constexpr std::int64_t kSmallBucketBytes = std::int64_t{1} << 20;
 
 GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
                                  CommunicatorPtr replication, BufferPool& pool, double scale,
-                                 std::int64_t bucket_bytes)
+                                 std::int64_t bucket_bytes, Timeline* timeline)
     : store_(store),
       sharding_(std::move(sharding)),
       replication_(std::move(replication)),
       pool_(pool),
       scale_(scale),
       bucket_bytes_(bucket_bytes),
+      timeline_(timeline),
       members_(store.buffers().size()),
       pending_(store.buffers().size()),
       is_collected_(store.buffers().size(), false),
@@ -167,6 +168,8 @@ void GradientReducer::reduce(int unit, bool is_final) {
                                      "reduce/" + store_.unit_name(unit));
     sum.holds[static_cast<std::size_t>(buffer)] = true;
     pending.flat.reset();
+    work = watched(timeline_, TimelineLane::kReduce, "hop 1 " + store_.unit_name(unit),
+                   std::move(work));
     in_flight_.push_back({std::move(work), std::exchange(pending.block, {}), buffer, is_final});
   }
   for (std::size_t i = 0; i < was_taken_.size(); ++i) {
@@ -256,7 +259,8 @@ void GradientReducer::issue_bucket() {
     const at::Tensor part = target().arenas[static_cast<std::size_t>(range.arena)].narrow(
         0, range.begin, range.end - range.begin);
     for (WorkPtr& work : sum_over_replicas(*replication_, part, bucket_bytes_, "second_hop/all")) {
-      second_hops_.push_back(std::move(work));
+      second_hops_.push_back(
+          watched(timeline_, TimelineLane::kSecondHop, "hop 2", std::move(work)));
     }
   }
   filled_bytes_ = 0;

@@ -61,7 +61,7 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
   HOPSHARD_CHECK(options_.backward_passes_per_step >= 1, ConfigError,
                  "backward_passes_per_step is ", options_.backward_passes_per_step,
                  "; it counts the backward passes of a step and is at least 1");
-  store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_);
+  store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_, &timeline_);
   pool_.trim();  // Start-up used every unit once; training has its own needs.
 #if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
   // Sanitizers bring their own malloc; trimming glibc's beside it ends the process.
@@ -81,7 +81,7 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
   schedule_ = std::make_unique<Schedule>(std::move(traits), options_.prefetch_depth);
   reducer_ = std::make_unique<GradientReducer>(*store_, groups_.sharding, groups_.replication,
                                                pool_, 1.0 / groups_.world->size(),
-                                               options_.second_hop_bucket_bytes);
+                                               options_.second_hop_bucket_bytes, &timeline_);
 
   const auto& parameters = store_->parameters();
   num_missing_.assign(static_cast<std::size_t>(store_->num_units()), 0);
@@ -106,6 +106,7 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
         },
         [this, i] {
           const ParameterPlace& watched = store_->parameters()[i];
+          timeline_.look();
           reducer_->take(static_cast<int>(i));
           pass_had_gradient_ = true;
           schedule_->gradient_arrived(watched.unit);
@@ -123,7 +124,14 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
 
 ShardEngine::~ShardEngine() { *alive_ = false; }
 
+void ShardEngine::begin_span(const char* what, int unit) {
+  if (timeline_.is_recording()) {
+    timeline_.begin_span(TimelineLane::kCompute, what + store_->unit_name(unit));
+  }
+}
+
 void ShardEngine::run(const Actions& actions) {
+  timeline_.look();
   or_recover([&] {
     for (const Action& action : actions) {
       carry_out(action);
@@ -136,7 +144,7 @@ void ShardEngine::carry_out(const Action& action) {
     case ActionKind::kGather: {
       const Timer timer(gather_seconds_);
       order_.record(action);
-      store_->gather(action.unit);
+      store_->gather(action.unit, /*as_copy=*/schedule_->is_pinned(action.unit));
       return;
     }
     case ActionKind::kPrefetch: {
@@ -205,6 +213,7 @@ void ShardEngine::recover(bool weights_changed) {
   // Not only what reset() says: of actions that an error cut off, the schedule believes that they
   // were carried out.
   static_cast<void>(schedule_->reset(weights_changed));
+  timeline_.drop_spans(TimelineLane::kCompute);
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     if (!schedule_->is_gathered(unit)) {
       store_->release(unit);
@@ -230,6 +239,9 @@ void ShardEngine::before_root_forward() {
 
 void ShardEngine::after_root_forward(const std::vector<at::Tensor>& outputs) {
   const bool will_backward = any_needs_backward(outputs);
+  if (!is_in_backward()) {
+    timeline_.end_span(TimelineLane::kCompute);
+  }
   watch_outputs(0, outputs);
   // The root stays: its head is used last and needed first.
   run(schedule_->after_forward(0, will_backward, /*keep=*/will_backward));
@@ -254,9 +266,15 @@ void ShardEngine::before_forward(int unit) {
     recover();
   }
   run(schedule_->before_forward(unit));
+  if (!is_in_backward()) {
+    begin_span("forward ", unit);
+  }
 }
 
 void ShardEngine::after_forward(int unit, const std::vector<at::Tensor>& outputs) {
+  if (!is_in_backward()) {
+    timeline_.end_span(TimelineLane::kCompute);
+  }
   bool keeps_alias = false;
   for (const at::Tensor& output : outputs) {
     for (const int buffer : store_->buffers_of(unit)) {
@@ -289,7 +307,9 @@ void ShardEngine::watch_outputs(int unit, const std::vector<at::Tensor>& outputs
       watch_output(output, [this, alive = alive_, unit] {
         if (*alive) {
           ensure_backward();
+          timeline_.end_span(TimelineLane::kCompute);
           run(schedule_->before_backward(unit));
+          begin_span("backward ", unit);
         }
       });
     }
@@ -338,6 +358,7 @@ void ShardEngine::ensure_backward() {
 }
 
 void ShardEngine::end_backward() {
+  timeline_.end_span(TimelineLane::kCompute);
   run(schedule_->end_backward());
   if (pass_had_gradient_) {
     if (!backward_agreed_) {
@@ -462,6 +483,8 @@ bool ShardEngine::finish_gradients() {
   }
   install_handles();
   is_finished_ = true;
+  timeline_.drop_spans(TimelineLane::kStep);
+  timeline_.begin_span(TimelineLane::kStep, "optimizer");
   return true;
 }
 
@@ -491,6 +514,7 @@ void ShardEngine::set_gradient_handles(std::vector<at::Tensor> handles) {
 }
 
 void ShardEngine::end_step(bool stepped, bool shards_are_written) {
+  timeline_.end_span(TimelineLane::kStep);
   num_passes_ = 0;
   if (stepped) {
     follow_masters(shards_are_written);
@@ -591,6 +615,9 @@ EngineStatistics ShardEngine::statistics() const {
   statistics.gather_seconds = gather_seconds_;
   statistics.reduce_seconds = reduce_seconds_;
   statistics.second_hop_seconds = second_hop_seconds_;
+  statistics.gathers = timeline_.seconds(TimelineLane::kGather);
+  statistics.first_hops = timeline_.seconds(TimelineLane::kReduce);
+  statistics.second_hops = timeline_.seconds(TimelineLane::kSecondHop);
   statistics.persistent_bytes = store_->persistent_bytes() + reducer_->persistent_bytes();
   statistics.pool_bytes = pool_.taken_bytes() + pool_.idle_bytes();
   statistics.peak_bytes = statistics.persistent_bytes + pool_.peak_bytes();

@@ -43,8 +43,8 @@ class ScopedBlock {
 }  // namespace
 
 ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world,
-                       CommunicatorPtr sharding, BufferPool& pool)
-    : world_(std::move(world)), sharding_(std::move(sharding)), pool_(pool) {
+                       CommunicatorPtr sharding, BufferPool& pool, Timeline* timeline)
+    : world_(std::move(world)), sharding_(std::move(sharding)), pool_(pool), timeline_(timeline) {
   const at::NoGradGuard no_grad;
   std::unordered_set<const at::TensorImpl*> seen;
   for (const UnitSpec& spec : units) {
@@ -209,7 +209,7 @@ bool ShardStore::is_trainable(int unit) const {
   return false;
 }
 
-void ShardStore::begin_gather(int unit) {
+void ShardStore::begin_gather(int unit, bool as_copy) {
   const at::NoGradGuard no_grad;
   for (const int index : buffers_of(unit)) {
     buffers_[static_cast<std::size_t>(index)].flat->check_untouched();
@@ -217,11 +217,17 @@ void ShardStore::begin_gather(int unit) {
   sharding_->group_begin();
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    if (sharding_->size() == 1 && !as_copy) {
+      buffer.gathering = make_finished_work();  // The shard is the whole: nothing to copy.
+      continue;
+    }
     buffer.memory = pool_.take(buffer.flat->nbytes());
     const at::Tensor whole =
         at::from_blob(buffer.memory.data, {buffer.flat->layout().numel()}, buffer.shard.options());
-    buffer.gathering = sharding_->all_gather(whole, buffer.shard,
-                                             {.timeout = {}, .tag = "unshard/" + unit_name(unit)});
+    buffer.gathering =
+        watched(timeline_, TimelineLane::kGather, "gather " + unit_name(unit),
+                sharding_->all_gather(whole, buffer.shard,
+                                      {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
   }
   sharding_->group_end();
 }
@@ -231,7 +237,8 @@ void ShardStore::finish_gather(int unit) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     if (const WorkPtr work = std::move(buffer.gathering)) {
       work->wait();
-      buffer.flat->attach(buffer.memory.data);
+      buffer.flat->attach(buffer.memory.data != nullptr ? buffer.memory.data
+                                                        : buffer.shard.mutable_data_ptr());
     }
   }
 }

@@ -27,6 +27,8 @@ struct Env {
   std::string node_id;
   /// HOPSHARD_LINK_COSTS: a file that `hopshard tune` wrote.
   std::string link_costs;
+  /// HOPSHARD_TRACE_FOLDER: where ranks write traces; used by the Python package.
+  std::string trace_folder;
   /// HOPSHARD_OFI_PROVIDER: libfabric's provider; empty: chosen by the `ofi` backend.
   std::string ofi_provider;
   /// HOPSHARD_OFI_INTERFACE: names or addresses, separated by commas; one network card each.

@@ -33,8 +33,10 @@ class GradientReducer {
  public:
   /// @param scale         applied to each gradient as it is taken: 1 / n for the world's mean.
   /// @param bucket_bytes  the most that one all-reduce of hop 2 moves.
+  /// @param timeline      null, or where both hops are watched.
   GradientReducer(ShardStore& store, CommunicatorPtr sharding, CommunicatorPtr replication,
-                  BufferPool& pool, double scale, std::int64_t bucket_bytes);
+                  BufferPool& pool, double scale, std::int64_t bucket_bytes,
+                  Timeline* timeline = nullptr);
   ~GradientReducer();
 
   /// Moves the parameter's `grad` into its unit's flat gradient and clears it.
@@ -118,6 +120,7 @@ class GradientReducer {
   BufferPool& pool_;
   double scale_;
   std::int64_t bucket_bytes_;
+  Timeline* timeline_;
   std::int64_t early_bucket_bytes_ = 0;
   std::vector<std::vector<int>> members_;  // Parameters by buffer, in the order of its layout.
   std::vector<Pending> pending_;           // By buffer.

@@ -18,6 +18,7 @@
 #include "hopshard/runtime/order_check.hpp"
 #include "hopshard/runtime/schedule.hpp"
 #include "hopshard/runtime/shard_store.hpp"
+#include "hopshard/runtime/timeline.hpp"
 
 namespace hopshard {
 
@@ -34,6 +35,9 @@ struct EngineStatistics {
   double gather_seconds = 0;  ///< That the computation waited for gathers; what is hidden is free.
   double reduce_seconds = 0;
   double second_hop_seconds = 0;
+  LaneSeconds gathers;  ///< Without what it costs to issue them.
+  LaneSeconds first_hops;
+  LaneSeconds second_hops;
   std::int64_t persistent_bytes = 0;  ///< Shards, masters and gradient sums.
   std::int64_t pool_bytes = 0;        ///< Gather and gradient buffers, idle ones included.
   std::int64_t peak_bytes = 0;        ///< Largest persistent + pool so far.
@@ -109,6 +113,7 @@ class ShardEngine {
   [[nodiscard]] const Schedule& schedule() const noexcept { return *schedule_; }
   [[nodiscard]] const ProcessGroups& groups() const noexcept { return groups_; }
   [[nodiscard]] EngineStatistics statistics() const;
+  [[nodiscard]] Timeline& timeline() noexcept { return timeline_; }
 
  private:
   struct BackwardToken {};
@@ -128,10 +133,12 @@ class ShardEngine {
   void second_hop();
   bool meet_joined(bool runs, bool failed);
   void follow_masters(bool shards_are_written);
+  void begin_span(const char* what, int unit);
 
   ProcessGroups groups_;
   EngineOptions options_;
   BufferPool pool_;
+  Timeline timeline_;
   std::unique_ptr<ShardStore> store_;
   std::unique_ptr<Schedule> schedule_;
   std::unique_ptr<GradientReducer> reducer_;

@@ -22,6 +22,7 @@
 #include "hopshard/comm/communicator.hpp"
 #include "hopshard/runtime/buffer_pool.hpp"
 #include "hopshard/runtime/flat_buffer.hpp"
+#include "hopshard/runtime/timeline.hpp"
 
 namespace hopshard {
 
@@ -38,7 +39,7 @@ struct ShardedBuffer {
   int unit = 0;
   bool is_trainable = false;
   std::unique_ptr<FlatBuffer> flat;
-  PoolBlock memory;   ///< Attached to `flat` while gathered.
+  PoolBlock memory;   ///< Attached to `flat` while gathered; none: the shard is.
   WorkPtr gathering;  ///< Fills `memory`, which is not attached before it is done.
   at::Tensor shard;   ///< [slice_numel], compute dtype: what gathers send.
   int arena = -1;     ///< Index of the arena that holds the master; -1 if frozen.
@@ -64,9 +65,10 @@ class ShardStore {
  public:
   /// Collective over `world`: rank 0's values become everyone's. Unit 0 is the root and may be
   /// empty; a parameter belongs to one unit.
+  /// @param timeline  null, or where gathers are watched.
   /// @throws ConfigError  names the parameter: on two units, of a dtype that cannot be trained.
   ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world, CommunicatorPtr sharding,
-             BufferPool& pool);
+             BufferPool& pool, Timeline* timeline = nullptr);
   ~ShardStore();
 
   [[nodiscard]] int num_units() const noexcept { return static_cast<int>(unit_names_.size()); }
@@ -87,12 +89,14 @@ class ShardStore {
   [[nodiscard]] bool is_trainable(int unit) const;
 
   /// Collective over `sharding`: issues the unit's all-gathers; finish_gather or release follows.
-  void begin_gather(int unit);
+  /// @param as_copy  changes of the parameters must not reach the shard before write_back(). With
+  ///                 degree 1 nothing is copied otherwise: the shard is the whole unit.
+  void begin_gather(int unit, bool as_copy = false);
   /// Waits, then the unit's parameters become whole.
   void finish_gather(int unit);
   /// Both.
-  void gather(int unit) {
-    begin_gather(unit);
+  void gather(int unit, bool as_copy = false) {
+    begin_gather(unit, as_copy);
     finish_gather(unit);
   }
   /// After a failure: ends all gathers under way. Returns the reason if one of them knows it.
@@ -138,6 +142,7 @@ class ShardStore {
   CommunicatorPtr world_;
   CommunicatorPtr sharding_;
   BufferPool& pool_;
+  Timeline* timeline_;
   std::vector<std::string> unit_names_;
   std::vector<std::vector<int>> buffers_of_unit_;
   std::vector<ShardedBuffer> buffers_;

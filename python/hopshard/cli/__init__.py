@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hopshard import _C
-from hopshard.cli import doctor, info, run, tune
+from hopshard.cli import doctor, info, run, trace, tune
 from hopshard.errors import Error
 
 __all__ = ["main"]
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hopshard {_C.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (run, doctor, tune, info):
+    for command in (run, doctor, tune, trace, info):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

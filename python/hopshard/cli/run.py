@@ -51,6 +51,12 @@ def add_parser(commands: Any) -> None:
         description="Starts the program once per rank on this host and ends all ranks when one "
         "fails. For several hosts use torchrun, mpirun or srun with the same script.",
     )
+    add_arguments(parser)
+    parser.set_defaults(execute=execute)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks of what."""
     parser.add_argument(
         "-n", "--ranks", type=positive, metavar="N", help="number of ranks (default 1)"
     )
@@ -69,7 +75,6 @@ def add_parser(commands: Any) -> None:
         "-c", dest="code", metavar="CODE", help="run a program text, as python -c does"
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(execute=execute)
 
 
 def execute(arguments: argparse.Namespace) -> int:
