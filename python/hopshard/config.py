@@ -119,7 +119,7 @@ class Config(BaseModel):
 
     optimizer_state_sharding: Literal["group", "world"] = "group"
     """Where the optimizer's moments lie: divided by the degree, each replica with a whole copy, or
-    divided over the world. The latter saves memory and costs one broadcast of each replica's part of
+    divided over the world. The latter saves memory and costs a broadcast of each replica's part of
     the weights after every step. Adam, AdamW and SGD."""
 
     trace_folder: str = ""

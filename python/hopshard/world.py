@@ -488,7 +488,7 @@ def _build(
 
     def connect_and_record(group: _C.Group) -> _C.Communicator:
         connected = transports.connect(group) if transports else connect_world(group)
-        if config.simulate_delays_us > 0:
+        if connected is not None and config.simulate_delays_us > 0:
             connected = _C.simulated_communicator(connected, config.simulate_delays_us)
         return _C.recording_communicator(connected, group, meter, layout.ranks_per_node)
 
