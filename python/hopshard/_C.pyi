@@ -625,6 +625,9 @@ class ShardEngine:
     def weights_changed(self) -> None:
         """As ``end_step``, where something else than an optimizer wrote the masters."""
 
+    def check_weights_may_change(self) -> None:
+        """Raises ``ShardedError`` inside ``unshard``, and where a gathered copy was changed."""
+
     def begin_join(self) -> None: ...
     def end_join(self, failed: bool) -> None:
         """Takes part in the forwards that other ranks still run. Collective: the world."""

@@ -72,12 +72,12 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
         """
         self._check_not_applied()
         self._swap()
-        self._is_applied = True
+        self._is_applied = self.model._has_average = True
         try:
             yield
         finally:
-            self._is_applied = False
             self._swap()
+            self._is_applied = self.model._has_average = False
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged weights under the unwrapped module's keys, whole. Collective: the world."""
@@ -97,6 +97,7 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
 
     @torch.no_grad()
     def _swap(self) -> None:
+        self.model._engine.check_weights_may_change()
         for average, weights in zip(self._averages, self._weights(), strict=True):
             kept = weights.clone()
             weights.copy_(average)
@@ -104,5 +105,5 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
         self.model._engine.weights_changed()
 
     def _check_not_applied(self) -> None:
-        if self._is_applied:
+        if self._is_applied or self.model._has_average:
             raise ShardedError("inside `with average.applied():` the weights are the average")

@@ -110,6 +110,8 @@ class DistributedModel(nn.Module):
         self.world = current
         self.backward_passes_per_step = backward_passes_per_step
         self._units = units
+        self._has_average = False
+        """An average took the place of the weights; see ema.py."""
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._engine = _C.ShardEngine(
             [_C.UnitSpec(u.name, u.parameter_names, u.parameters, u.is_persistent) for u in units],
@@ -121,7 +123,7 @@ class DistributedModel(nn.Module):
             current.config.simulate_delays_us > 0,
         )
         if current.config.trace_folder:
-            number = sum(other.world is current for other in _models)
+            number = next(current.model_numbers)
             trace.start(self, self._engine, current.config.trace_folder, current.rank, number)
         self._places = self._engine.parameters  # Every access to the engine's makes a new list.
         self._index_of = {id(place.parameter): i for i, place in enumerate(self._places)}
@@ -369,7 +371,9 @@ def join(model: DistributedModel) -> Iterator[None]:
     """Inside, ranks may run different numbers of forwards without a backward (generation).
 
     Who leaves first goes on taking part in the gathers of those that still run, until all have
-    left. Only forwards of the whole model count: no ``unshard``, no submodule by itself.
+    left. Only forwards of the whole model count: no ``unshard``, no submodule by itself. Units run
+    in the order of the first training forward; before there was one, in the order in which they
+    are declared.
 
     Collective: the world; all ranks enter and leave.
 
@@ -383,9 +387,12 @@ def join(model: DistributedModel) -> Iterator[None]:
         ...         x = model(x)
 
     Raises:
-        ScheduleError: a forward with gradients inside.
+        ConfigError: not a DistributedModel.
+        ScheduleError: inside, a forward with gradients, of a submodule, or in another order.
         CommError: another rank left with an error; the text names it.
     """
+    if not isinstance(model, DistributedModel):
+        raise ConfigError(f"join takes a DistributedModel, not {type(model).__name__}")
     model._engine.begin_join()
     try:
         yield

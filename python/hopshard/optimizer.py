@@ -15,7 +15,7 @@ import torch
 
 from hopshard import _C
 from hopshard.consistency import check_agreement
-from hopshard.errors import ConfigError
+from hopshard.errors import ConfigError, ShardedError
 from hopshard.gradients import sum_norms
 from hopshard.model import DistributedModel, owner_of
 from hopshard.updates import Pieces, Update, is_initial, make_update
@@ -94,7 +94,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ScheduleError: ranks ran different units; no weight was changed.
             ConfigError: no parameter of the model ever got a gradient.
+            ShardedError: inside ``unshard`` or ``ema.applied``, or a parameter was changed in place
+                while it was gathered; nothing was updated.
         """
+        if self._model._has_average:
+            raise ShardedError(
+                "optimizer.step() inside `with average.applied():` would train the average; leave "
+                "it first"
+            )
+        self._engine.check_weights_may_change()
         loss = None
         if closure is not None:
             with torch.enable_grad():

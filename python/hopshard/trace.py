@@ -26,21 +26,24 @@ def start(owner: object, engine: _C.ShardEngine, folder: str, rank: int, number:
     """Records from here on; the file is written when ``owner`` (a model) or the process ends."""
     engine.record_timeline(MAX_EVENTS)
     path = pathlib.Path(folder) / f"rank{rank}-model{number}.json"
-    weakref.finalize(owner, _write, engine, path, rank)
+    weakref.finalize(owner, _write, engine, path, rank, number)
 
 
-def _write(engine: _C.ShardEngine, path: pathlib.Path, rank: int) -> None:
-    events = to_events(engine.take_timeline(), rank)
+def _write(engine: _C.ShardEngine, path: pathlib.Path, rank: int, number: int) -> None:
+    events = to_events(engine.take_timeline(), rank, number)
     share = engine.statistics()["hidden_share"]
-    text = json.dumps({"traceEvents": events, "hidden_share": {str(rank): share}})
+    place = f"{rank}, model {number}" if number else str(rank)
+    text = json.dumps({"traceEvents": events, "hidden_share": {place: share}})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
-def to_events(timeline: list[tuple[str, str, float, float]], rank: int) -> list[Json]:
-    """One lane per kind of work, ranks as processes.
+def to_events(
+    timeline: list[tuple[str, str, float, float]], rank: int, number: int = 0
+) -> list[Json]:
+    """One lane per kind of work and model, ranks as processes.
 
     >>> to_events([("gather", "gather h.0", 10.0, 30.0)], 0)[-1]
     {'ph': 'X', 'name': 'gather h.0', 'pid': 0, 'tid': 1, 'ts': 10.0, 'dur': 20.0}
@@ -48,14 +51,16 @@ def to_events(timeline: list[tuple[str, str, float, float]], rank: int) -> list[
     events: list[Json] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     ]
-    for lane, name in enumerate(_LANES):
+    first_lane = number * len(_LANES)
+    for lane, kind in enumerate(_LANES, start=first_lane):
         place = {"pid": rank, "tid": lane}
+        name = f"{kind} of model {number}" if number else kind
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
         events.append(
             {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": lane}}
         )
     for lane_name, name, begin_us, end_us in timeline:
-        place = {"pid": rank, "tid": _LANES.index(lane_name)}
+        place = {"pid": rank, "tid": first_lane + _LANES.index(lane_name)}
         events.append(
             {"ph": "X", "name": name, **place, "ts": begin_us, "dur": round(end_us - begin_us, 3)}
         )

@@ -299,7 +299,7 @@ class FusedSgd(_Fused):
 
     def _used_moments(self, index: int) -> tuple[str, ...]:
         group = self.optimizer.param_groups[self.group_of[index]]
-        return self.moment_names if group["momentum"] else ()
+        return self.moment_names if self.moments["momentum_buffer"] and group["momentum"] else ()
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         if index not in self.group_of:

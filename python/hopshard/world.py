@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -68,6 +68,8 @@ class World:
     local_size: int
     transports: Transports | None = None
     """Makes the communicators of processes; None where ranks are threads."""
+    model_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    """The models of this world, in the order of their making."""
 
     @property
     def node(self) -> int:

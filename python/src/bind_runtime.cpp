@@ -164,6 +164,7 @@ void bind_runtime(py::module_& m) {
       .def("end_step", &ShardEngine::end_step, py::arg("stepped"),
            py::arg("shards_are_written") = false, release())
       .def("weights_changed", &ShardEngine::weights_changed, release())
+      .def("check_weights_may_change", &ShardEngine::check_weights_may_change, release())
       .def("begin_join", &ShardEngine::begin_join)
       .def("end_join", &ShardEngine::end_join, py::arg("failed"), release())
       .def("pin", &ShardEngine::pin, py::arg("unit"), release())

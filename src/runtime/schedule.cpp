@@ -483,4 +483,11 @@ Actions Schedule::reset(bool weights_changed) {
   return out;
 }
 
+void Schedule::forget(int unit) {
+  State& state = at(unit);
+  state.gathered = false;
+  state.in_flight = false;
+  state.held = false;
+}
+
 }  // namespace hopshard

@@ -1,3 +1,5 @@
+// Long, because all events meet here, from modules, autograd, optimizers and users. What decides
+// lives in schedule.cpp, what moves data in shard_store.cpp and gradient_reducer.cpp.
 #include "hopshard/runtime/shard_engine.hpp"
 
 #include <ATen/core/grad_mode.h>
@@ -144,7 +146,7 @@ void ShardEngine::carry_out(const Action& action) {
     case ActionKind::kGather: {
       const Timer timer(gather_seconds_);
       order_.record(action);
-      store_->gather(action.unit, /*as_copy=*/schedule_->is_pinned(action.unit));
+      store_->gather(action.unit);
       return;
     }
     case ActionKind::kPrefetch: {
@@ -217,6 +219,8 @@ void ShardEngine::recover(bool weights_changed) {
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     if (!schedule_->is_gathered(unit)) {
       store_->release(unit);
+    } else if (!store_->is_attached(unit)) {
+      schedule_->forget(unit);
     }
   }
 }
@@ -265,7 +269,16 @@ void ShardEngine::before_forward(int unit) {
   } else if (schedule_->in_backward()) {
     recover();
   }
-  run(schedule_->before_forward(unit));
+  HOPSHARD_CHECK(!is_joined_ || schedule_->in_forward(), ScheduleError, "unit '",
+                 store_->unit_name(unit),
+                 "' ran by itself inside `with hopshard.join(model):`, where only forwards of the "
+                 "whole model count");
+  const Actions actions = schedule_->before_forward(unit);
+  HOPSHARD_CHECK(!is_joined_ || schedule_->num_deviations() == joined_deviations_, ScheduleError,
+                 "inside `with hopshard.join(model):` unit '", store_->unit_name(unit),
+                 "' ran outside the order of the units, which ranks that have no forward left go "
+                 "by: it is the one of the first training forward, before that the declared one");
+  run(actions);
   if (!is_in_backward()) {
     begin_span("forward ", unit);
   }
@@ -287,9 +300,17 @@ void ShardEngine::after_forward(int unit, const std::vector<at::Tensor>& outputs
 }
 
 void ShardEngine::abandon_forward() {
-  if (!is_in_backward()) {
-    recover();
+  if (is_in_backward()) {
+    return;
   }
+  if (is_joined_ && schedule_->in_forward()) {
+    try {  // The others finish this forward; then they hear of the error.
+      run(schedule_->end_forward(/*will_backward=*/false));
+    } catch (const Error& error) {
+      HOPSHARD_LOG(kDebug, "a forward that failed was not finished: ", error.what());
+    }
+  }
+  recover();
 }
 
 bool ShardEngine::any_needs_backward(const std::vector<at::Tensor>& outputs) const {
@@ -523,12 +544,24 @@ void ShardEngine::end_step(bool stepped, bool shards_are_written) {
 
 void ShardEngine::weights_changed() { follow_masters(/*shards_are_written=*/false); }
 
-void ShardEngine::follow_masters(bool shards_are_written) {
+void ShardEngine::check_weights_may_change() {
   for (int unit = 0; unit < store_->num_units(); ++unit) {
     HOPSHARD_CHECK(!schedule_->is_pinned(unit), ShardedError,
-                   "weights changed (the optimizer stepped, or an average took their place) inside "
-                   "`with hopshard.unshard(module):`; leave it first");
+                   "weights change (an optimizer step, or an average that takes their place) "
+                   "inside `with hopshard.unshard(module):`; leave it first");
+    if (schedule_->is_gathered(unit)) {
+      try {
+        store_->check_unchanged(unit);
+      } catch (const ShardedError&) {
+        recover(/*weights_changed=*/true);  // The copy is let go, so the next one is right.
+        throw;
+      }
+    }
   }
+}
+
+void ShardEngine::follow_masters(bool shards_are_written) {
+  check_weights_may_change();
   store_->refresh_shards(/*with_arenas=*/!shards_are_written);
   recover(/*weights_changed=*/true);
   store_->bump_versions();
@@ -537,6 +570,7 @@ void ShardEngine::follow_masters(bool shards_are_written) {
 void ShardEngine::begin_join() {
   HOPSHARD_CHECK(!is_joined_, ScheduleError, "hopshard.join(model) inside hopshard.join(model)");
   is_joined_ = true;
+  joined_deviations_ = schedule_->num_deviations();
 }
 
 void ShardEngine::end_join(bool failed) {
@@ -575,10 +609,16 @@ bool ShardEngine::meet_joined(bool runs, bool failed) {
   return data[0] != 0;
 }
 
-void ShardEngine::pin(int unit) { run(schedule_->pin(unit)); }
+void ShardEngine::pin(int unit) {
+  HOPSHARD_CHECK(!is_joined_, ScheduleError,
+                 "`with hopshard.unshard(module):` or state_dict() inside `with "
+                 "hopshard.join(model):`; leave the join first");
+  run(schedule_->pin(unit));
+}
 
 void ShardEngine::unpin(int unit, bool write_back) {
   std::exception_ptr refused;
+  bool is_discarded = false;
   if (write_back) {
     try {
       store_->write_back(unit);
@@ -590,9 +630,21 @@ void ShardEngine::unpin(int unit, bool write_back) {
         place.parameter.unsafeGetTensorImpl()->bump_version();
       }
     }
+  } else {
+    try {
+      store_->check_unchanged(unit);
+    } catch (const ShardedError&) {
+      is_discarded = true;
+    }
   }
   store_->accept_changes(unit);
   run(schedule_->unpin(unit));
+  if (is_discarded && schedule_->is_gathered(unit)) {  // Others still use it: as it was.
+    or_recover([&] {
+      store_->release(unit);
+      carry_out({ActionKind::kGather, unit});
+    });
+  }
   if (refused) {
     std::rethrow_exception(refused);
   }

@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <array>
@@ -209,7 +210,7 @@ bool ShardStore::is_trainable(int unit) const {
   return false;
 }
 
-void ShardStore::begin_gather(int unit, bool as_copy) {
+void ShardStore::begin_gather(int unit) {
   const at::NoGradGuard no_grad;
   for (const int index : buffers_of(unit)) {
     buffers_[static_cast<std::size_t>(index)].flat->check_untouched();
@@ -217,10 +218,6 @@ void ShardStore::begin_gather(int unit, bool as_copy) {
   sharding_->group_begin();
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
-    if (sharding_->size() == 1 && !as_copy) {
-      buffer.gathering = make_finished_work();  // The shard is the whole: nothing to copy.
-      continue;
-    }
     buffer.memory = pool_.take(buffer.flat->nbytes());
     const at::Tensor whole =
         at::from_blob(buffer.memory.data, {buffer.flat->layout().numel()}, buffer.shard.options());
@@ -237,8 +234,7 @@ void ShardStore::finish_gather(int unit) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     if (const WorkPtr work = std::move(buffer.gathering)) {
       work->wait();
-      buffer.flat->attach(buffer.memory.data != nullptr ? buffer.memory.data
-                                                        : buffer.shard.mutable_data_ptr());
+      buffer.flat->attach(buffer.memory.data);
     }
   }
 }
@@ -282,11 +278,19 @@ void ShardStore::write_back(int unit) {
     const std::int64_t slice_numel = buffer.flat->layout().slice_numel();
     const at::Tensor slice =
         buffer.flat->whole().narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel);
-    buffer.shard.copy_(slice);
     if (buffer.is_trainable && buffer.master.dtype() != buffer.shard.dtype()) {
-      buffer.master.copy_(slice);
+      // What was not changed keeps the digits that the compute dtype does not have.
+      const at::Tensor wide = slice.to(buffer.master.scalar_type());
+      buffer.master.copy_(at::where(slice.ne(buffer.shard), wide, buffer.master));
     }
+    buffer.shard.copy_(slice);
   }
+}
+
+bool ShardStore::is_attached(int unit) const {
+  return std::all_of(buffers_of(unit).begin(), buffers_of(unit).end(), [this](int buffer) {
+    return buffers_[static_cast<std::size_t>(buffer)].flat->is_attached();
+  });
 }
 
 void ShardStore::check_unchanged(int unit) const {

@@ -89,6 +89,8 @@ class Schedule {
   /// Weights changed or an exception broke a pass: forget passes, release what is not pinned.
   /// @param weights_changed  else units that stay for the step may.
   Actions reset(bool weights_changed = true);
+  /// A gather of the unit was not carried out after all.
+  void forget(int unit);
 
   [[nodiscard]] bool in_forward() const noexcept { return in_forward_; }
   [[nodiscard]] bool in_backward() const noexcept { return in_backward_; }

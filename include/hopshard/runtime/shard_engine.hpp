@@ -92,6 +92,9 @@ class ShardEngine {
   void end_step(bool stepped, bool shards_are_written = false);
   /// The masters were written by somebody else than an optimizer (an average of weights).
   void weights_changed();
+  /// Before somebody writes masters. Not collective.
+  /// @throws ShardedError  inside `unshard`, or a gathered parameter was changed in place.
+  void check_weights_may_change();
 
   // Forwards of which ranks run different numbers, without a backward.
   /// From here on each of the root's forwards is announced to the world.
@@ -154,7 +157,8 @@ class ShardEngine {
   bool pass_had_gradient_ = false;
   bool hold_second_hop_ = false;
   bool is_joined_ = false;
-  bool is_finished_ = false;  // No backward since finish_gradients().
+  std::int64_t joined_deviations_ = 0;  // Before the join.
+  bool is_finished_ = false;            // No backward since finish_gradients().
   bool forward_agreed_ = false;
   bool backward_agreed_ = false;
   bool deviation_logged_ = false;

@@ -39,7 +39,7 @@ struct ShardedBuffer {
   int unit = 0;
   bool is_trainable = false;
   std::unique_ptr<FlatBuffer> flat;
-  PoolBlock memory;   ///< Attached to `flat` while gathered; none: the shard is.
+  PoolBlock memory;   ///< Attached to `flat` while gathered.
   WorkPtr gathering;  ///< Fills `memory`, which is not attached before it is done.
   at::Tensor shard;   ///< [slice_numel], compute dtype: what gathers send.
   int arena = -1;     ///< Index of the arena that holds the master; -1 if frozen.
@@ -89,14 +89,12 @@ class ShardStore {
   [[nodiscard]] bool is_trainable(int unit) const;
 
   /// Collective over `sharding`: issues the unit's all-gathers; finish_gather or release follows.
-  /// @param as_copy  changes of the parameters must not reach the shard before write_back(). With
-  ///                 degree 1 nothing is copied otherwise: the shard is the whole unit.
-  void begin_gather(int unit, bool as_copy = false);
+  void begin_gather(int unit);
   /// Waits, then the unit's parameters become whole.
   void finish_gather(int unit);
   /// Both.
-  void gather(int unit, bool as_copy = false) {
-    begin_gather(unit, as_copy);
+  void gather(int unit) {
+    begin_gather(unit);
     finish_gather(unit);
   }
   /// After a failure: ends all gathers under way. Returns the reason if one of them knows it.
@@ -106,6 +104,7 @@ class ShardStore {
   /// Copies this rank's slice of the gathered parameters into shard and master.
   /// @throws ConfigError  a parameter was given another shape or dtype.
   void write_back(int unit);
+  [[nodiscard]] bool is_attached(int unit) const;
   /// @throws ShardedError  a gathered parameter was changed in place and not written back.
   void check_unchanged(int unit) const;
   /// Gathered parameters may differ from the shards on purpose.

@@ -12,6 +12,7 @@ from typing import Any
 import hopshard as hs
 import torch
 from hopshard.testing import run_ranks
+from hopshard.trace import merge
 
 from tests.python.parity.models import HIDDEN, Mlp
 
@@ -85,6 +86,21 @@ def test_lanes_hold_no_two_collectives_at_once(tmp_path: pathlib.Path) -> None:
             )
             for (_, end), (begin, _) in itertools.pairwise(spans):
                 assert begin >= end - 0.01
+
+
+def test_every_model_has_a_file_and_lanes_of_its_own(tmp_path: pathlib.Path) -> None:
+    def run() -> None:
+        for _ in range(2):  # One after the other.
+            model = hs.DistributedModel(Mlp())
+            model(torch.ones(2, HIDDEN)).mean().backward()
+            del model
+
+    run_ranks(run, 2, sharded_data_parallel_degree=2, trace_folder=str(tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == 4
+    merged = merge(tmp_path)
+    assert set(merged["hidden_share"]) == {"0", "0, model 1", "1", "1, model 1"}
+    names = {e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "thread_name"}
+    assert {"gather", "gather of model 1"} <= names
 
 
 def test_bad_input(tmp_path: pathlib.Path) -> None:

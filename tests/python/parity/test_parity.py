@@ -21,7 +21,7 @@ from tests.python.parity.harness import (
 )
 from tests.python.parity.models import TASKS
 
-STEPS = 4
+STEPS = 3
 FULL = os.environ.get("HOPSHARD_PARITY") == "full"
 
 FACTORS = {

@@ -233,3 +233,120 @@ def test_the_default_cut_fits_torchs_own_layers(build: Callable[[], nn.Module]) 
         second = loss_of(plain.eval()).item()
     for found in on_ranks(lambda: base, body):
         assert found == pytest.approx((first.item(), second), rel=1e-5)
+
+
+class Scaled(nn.Module):
+    """A scale that is small enough to be persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scale = nn.Parameter(torch.full((1,), 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return x * self.scale
+
+
+def on_scaled(body: Callable[[Any, Any], None], degree: int, **config: Any) -> None:
+    def run() -> None:
+        model = hs.DistributedModel(Scaled())
+        body(model, hs.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0)))
+
+    run_ranks(run, 2, sharded_data_parallel_degree=degree, **config)
+
+
+X = torch.ones(1, 8)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_change_of_a_persistent_parameter_is_found_before_the_step(degree: int) -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        model(X).sum().backward()
+        with torch.no_grad():
+            model.module.scale.clamp_(0, 1)
+        with pytest.raises(hs.ShardedError, match="'scale' was changed in place"):
+            optimizer.step()
+        optimizer.step()  # The copy was let go.
+        assert model.state_dict()["scale"] == 5.0
+        with hs.unshard(model.module.scale), torch.no_grad():
+            model.module.scale.clamp_(0, 1)
+        model(X).sum().backward()
+        optimizer.step()
+        assert model.state_dict()["scale"] == 1.0
+
+    on_scaled(body, degree, param_persistence_threshold=10)
+
+
+def double_and_stop(model: Any) -> None:
+    with hs.unshard(model), torch.no_grad():
+        model.module.scale.mul_(2)
+        raise RuntimeError("stop")
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("threshold", [0, 10])
+def test_discarded_changes_are_gone_at_once(degree: int, threshold: int) -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        wanted = model(X)
+        with hs.unshard(model, write_back=False), torch.no_grad():
+            model.module.scale.mul_(2)
+        assert torch.equal(model(X), wanted)
+        with pytest.raises(RuntimeError, match="stop"):
+            double_and_stop(model)
+        assert torch.equal(model(X), wanted)
+
+    on_scaled(body, degree, param_persistence_threshold=threshold)
+
+
+def test_nothing_is_updated_by_a_step_that_is_refused() -> None:
+    def body(model: Any, _: Any) -> None:
+        optimizer = hs.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        average = hs.ema(model)
+        model(X).sum().backward()
+        before = model.state_dict()
+        with hs.unshard(model, write_back=False):
+            with pytest.raises(hs.ShardedError, match="leave it first"):
+                optimizer.step()
+            with pytest.raises(hs.ShardedError, match="leave it first"), average.applied():
+                pass
+        with average.applied(), pytest.raises(hs.ShardedError, match="would train the average"):
+            optimizer.step()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert not any(optimizer.state_dict()["state"])
+
+    on_scaled(body, 2)
+
+
+def test_a_gather_that_was_refused_is_made_again() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        kept = model.module.scale.data
+        model.module.scale.data = torch.full((1,), 7.0)
+        for _ in range(2):
+            with pytest.raises(hs.ShardedError, match="'scale' was given new data"):
+                model(X)
+        model.module.scale.data = kept
+        model(X).sum().backward()
+        optimizer.step()
+
+    on_scaled(body, 2, param_persistence_threshold=10)
+
+
+def test_looking_at_narrow_weights_keeps_the_digits_of_their_masters() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        model = hs.DistributedModel(nn.Linear(8, 8).bfloat16())
+        optimizer = hs.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+        model(X.bfloat16()).sum().backward()
+        optimizer.step()
+        (masters,) = (arena.clone() for arena in model._engine.master_arenas())
+        with hs.unshard(model):
+            pass
+        assert torch.equal(model._engine.master_arenas()[0], masters)
+        with hs.unshard(model), torch.no_grad():
+            model.module.bias[3] = 2.0
+        changed = model._engine.master_arenas()[0] != masters
+        assert int(changed.sum()) == 1
+
+    run_ranks(run, 1)
