@@ -117,14 +117,19 @@ class SimulatedCommunicator final : public Communicator {
   WorkPtr launch(const CommOptions& options, Task task) {
     auto completion = std::make_shared<detail::Completion>();
     stream_.submit([completion, task = std::move(task)]() mutable {
+      std::exception_ptr error;
       try {
         const Task run = std::move(task);
         run();
       } catch (const std::exception&) {
-        completion->fail(std::current_exception());
-        return;
+        error = std::current_exception();
       }
-      completion->finish();
+      // Handed over when nothing here refers to it any more: see Completion::take_error().
+      if (error) {
+        completion->fail(std::move(error));
+      } else {
+        completion->finish();
+      }
     });
     const auto limit =
         options.timeout.count() > 0 ? 2 * options.timeout : std::chrono::milliseconds(kNoLimit);
