@@ -14,8 +14,8 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <cmath>
 #include <cstring>
-#include <limits>
 #include <span>
 
 #include "hopshard/optim/grad_norm.hpp"
@@ -62,9 +62,9 @@ void torch_adamw(State& state, const at::Tensor& grad) {
                     kSettings.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
-int run(std::int64_t mib, int num_rounds) {
+void run(long mib, int num_rounds) {
   at::set_num_threads(1);
-  const std::int64_t numel = (mib << 20) / 4;
+  const std::int64_t numel = (std::int64_t{mib} << 20) / 4;
   const double gigabytes = static_cast<double>(numel) * 1e-9;
   const at::Tensor values = at::randn({numel});
   const at::Tensor grad = at::randn({numel}).mul_(1e-2);
@@ -112,30 +112,23 @@ int run(std::int64_t mib, int num_rounds) {
   };
   take_turns(cases, num_rounds);
 
-  std::printf("AdamW over %lld MiB of fp32 parameters\n", static_cast<long long>(mib));
+  std::printf("AdamW over %ld MiB of fp32 parameters\n", mib);
   print_cases(cases);
-  const double none = std::numeric_limits<double>::quiet_NaN();
   const double copy_rate = cases[0].gigabytes / seconds_of(cases[0]);
   print_figure("AdamW: share of the copy's memory bandwidth (28 B per element)",
                cases[1].gigabytes / seconds_of(cases[1]) / copy_rate, 0.90);
   print_figure("the same of torch's fused AdamW",
-               cases[2].gigabytes / seconds_of(cases[2]) / copy_rate, none);
+               cases[2].gigabytes / seconds_of(cases[2]) / copy_rate);
   print_figure("AdamW: times as fast as torch's fused", seconds_of(cases[2]) / seconds_of(cases[1]),
                0.97);
   print_figure("norm + clip + AdamW + bf16 shard: times as fast as torch",
                seconds_of(cases[4]) / seconds_of(cases[3]), 1.30);
-  return 0;
 }
 
 }  // namespace
 }  // namespace hopshard::benchmarks
 
 int main(int argc, char** argv) {
-  const long mib = argc > 1 ? std::strtol(argv[1], nullptr, 10) : 64;
-  const long rounds = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 15;
-  if (mib < 1 || rounds < 1) {
-    std::fprintf(stderr, "usage: %s [MiB of parameters] [rounds]\n", argv[0]);
-    return 2;
-  }
-  return hopshard::benchmarks::run(mib, static_cast<int>(rounds));
+  using namespace hopshard::benchmarks;
+  return run_benchmark(argc, argv, "parameters", run);
 }

@@ -11,7 +11,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <cstring>
-#include <limits>
 
 #include "runtime/scaled_copy.hpp"
 #include "turns.hpp"
@@ -23,9 +22,9 @@ constexpr double kScale = 0.25;
 constexpr int kNumParameters = 12;  // Of one unit.
 constexpr int kNumRanks = 4;
 
-int run(std::int64_t mib, int num_rounds) {
+void run(long mib, int num_rounds) {
   at::set_num_threads(1);
-  const std::int64_t numel = (mib << 20) / 4 / kNumParameters / 64 * 64;
+  const std::int64_t numel = (std::int64_t{mib} << 20) / 4 / kNumParameters / 64 * 64;
   std::vector<at::Tensor> gradients;
   std::vector<at::Tensor> narrow;
   for (int i = 0; i < kNumParameters; ++i) {
@@ -79,26 +78,19 @@ int run(std::int64_t mib, int num_rounds) {
        [&] { return is_scaled(narrow); }},
   };
   take_turns(cases, num_rounds);
-  std::printf("%d gradients, %lld MiB in fp32\n", kNumParameters, static_cast<long long>(mib));
+  std::printf("%d gradients, %ld MiB in fp32\n", kNumParameters, mib);
   print_cases(cases);
-  const double none = std::numeric_limits<double>::quiet_NaN();
-  print_figure("fp32: share of a plain copy", seconds_of(cases[0]) / seconds_of(cases[1]), none);
+  print_figure("fp32: share of a plain copy", seconds_of(cases[0]) / seconds_of(cases[1]));
   print_figure("fp32: times as fast as FSDP2's copy-in",
-               seconds_of(cases[3]) / seconds_of(cases[1]), none);
+               seconds_of(cases[3]) / seconds_of(cases[1]));
   print_figure("bf16: times as fast as torch's two passes",
-               seconds_of(cases[5]) / seconds_of(cases[4]), none);
-  return 0;
+               seconds_of(cases[5]) / seconds_of(cases[4]));
 }
 
 }  // namespace
 }  // namespace hopshard::benchmarks
 
 int main(int argc, char** argv) {
-  const long mib = argc > 1 ? std::strtol(argv[1], nullptr, 10) : 64;
-  const long rounds = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 15;
-  if (mib < 1 || rounds < 1) {
-    std::fprintf(stderr, "usage: %s [MiB of gradients] [rounds]\n", argv[0]);
-    return 2;
-  }
-  return hopshard::benchmarks::run(mib, static_cast<int>(rounds));
+  using namespace hopshard::benchmarks;
+  return run_benchmark(argc, argv, "gradients", run);
 }

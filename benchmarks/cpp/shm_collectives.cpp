@@ -7,7 +7,6 @@
 #include <ATen/ops/empty.h>
 #include <sched.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -17,10 +16,12 @@
 #include "comm/memory_loops.hpp"
 #include "hopshard/comm/registry.hpp"
 #include "support/fork_world.hpp"
+#include "turns.hpp"
 
 namespace hopshard::testing {
 namespace {
 
+using benchmarks::median;
 using Clock = std::chrono::steady_clock;
 
 struct Case {
@@ -30,11 +31,6 @@ struct Case {
   std::function<bool()> is_right;
   std::vector<double> times_us{};
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 void fill(const at::Tensor& tensor, int rank) {
   auto* data = tensor.mutable_data_ptr<float>();

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,14 +54,25 @@ inline void print_cases(const std::vector<Case>& cases) {
   }
 }
 
-/// @param goal  NaN: none.
-inline void print_figure(const char* name, double value, double goal) {
-  if (std::isnan(goal)) {
-    std::printf("%-62s %6.2f\n", name, value);
-  } else {
-    std::printf("%-62s %6.2f  goal >= %4.2f  %s\n", name, value, goal,
-                value >= goal ? "met" : "MISSED");
+inline void print_figure(const char* name, double value, std::optional<double> goal = {}) {
+  std::printf("%-62s %6.2f", name, value);
+  if (goal) {
+    std::printf("  goal >= %4.2f  %s", *goal, value >= *goal ? "met" : "MISSED");
   }
+  std::printf("\n");
+}
+
+/// The main() of a benchmark: reads `[MiB of <what>] [rounds]` and calls `run` with both.
+inline int run_benchmark(int argc, char** argv, const char* what,
+                         void (*run)(long mib, int rounds)) {
+  const long mib = argc > 1 ? std::strtol(argv[1], nullptr, 10) : 64;
+  const long rounds = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 15;
+  if (mib < 1 || rounds < 1) {
+    std::fprintf(stderr, "usage: %s [MiB of %s] [rounds]\n", argv[0], what);
+    return 2;
+  }
+  run(mib, static_cast<int>(rounds));
+  return 0;
 }
 
 }  // namespace hopshard::benchmarks

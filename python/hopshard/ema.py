@@ -51,7 +51,6 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
         self.decay = decay
         self.num_updates = 0
         self._averages = [arena.clone() for arena in self._weights()]
-        self._is_applied = False
 
     @torch.no_grad()
     def update(self) -> None:
@@ -72,12 +71,12 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
         """
         self._check_not_applied()
         self._swap()
-        self._is_applied = self.model._has_average = True
+        self.model._has_average = True
         try:
             yield
         finally:
             self._swap()
-            self._is_applied = self.model._has_average = False
+            self.model._has_average = False
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged weights under the unwrapped module's keys, whole. Collective: the world."""
@@ -105,5 +104,5 @@ class ema:  # noqa: N801  A verb to its users, like torch.no_grad.
         self.model._engine.weights_changed()
 
     def _check_not_applied(self) -> None:
-        if self._is_applied or self.model._has_average:
+        if self.model._has_average:
             raise ShardedError("inside `with average.applied():` the weights are the average")

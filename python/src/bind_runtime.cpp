@@ -66,8 +66,9 @@ py::dict to_dict(const EngineStatistics& statistics) {
   seconds["gather"] = statistics.gather_seconds;
   seconds["reduce"] = statistics.reduce_seconds;
   seconds["second_hop"] = statistics.second_hop_seconds;
-  const auto& [gathers, first_hops, second_hops] =
-      std::tie(statistics.gathers, statistics.first_hops, statistics.second_hops);
+  const LaneSeconds& gathers = statistics.gathers;
+  const LaneSeconds& first_hops = statistics.first_hops;
+  const LaneSeconds& second_hops = statistics.second_hops;
   py::dict hidden;
   hidden["gather"] = gathers.hidden;
   hidden["reduce"] = first_hops.hidden;

@@ -171,10 +171,8 @@ void GradientReducer::reduce(int unit, bool is_final) {
     work = watched(timeline_, TimelineLane::kReduce, "hop 1 " + store_.unit_name(unit),
                    std::move(work));
     in_flight_.push_back({std::move(work), std::exchange(pending.block, {}), buffer, is_final});
-  }
-  for (std::size_t i = 0; i < was_taken_.size(); ++i) {
-    if (store_.parameters()[i].unit == unit) {
-      was_taken_[i] = false;
+    for (const int parameter : members_[static_cast<std::size_t>(buffer)]) {
+      was_taken_[static_cast<std::size_t>(parameter)] = false;
     }
   }
   is_open_ = true;

@@ -106,6 +106,10 @@ void Schedule::hold(State& state) const {
                (state.traits.residency == Residency::kPass && (in_forward_ || in_backward_));
 }
 
+void Schedule::end_hold_of_pass(State& state) {
+  state.held = state.held && state.traits.residency == Residency::kStep;
+}
+
 void Schedule::gather(int unit, Actions& out) {
   State& state = at(unit);
   hold(state);
@@ -285,7 +289,7 @@ Actions Schedule::end_forward(bool will_backward) {
   }
   in_forward_ = false;
   for (int unit = 0; unit < static_cast<int>(units_.size()) && !will_backward; ++unit) {
-    at(unit).held = at(unit).held && at(unit).traits.residency == Residency::kStep;
+    end_hold_of_pass(at(unit));
     release_if_free(unit, out);
   }
   return out;
@@ -436,7 +440,7 @@ Actions Schedule::end_backward() {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
     state.expected = false;
-    state.held = state.held && state.traits.residency == Residency::kStep;
+    end_hold_of_pass(state);
     state.kept = keep_gathered_ && state.gathered;
     state.backward_active = false;
     state.backward_seen = false;
@@ -471,7 +475,8 @@ Actions Schedule::reset(bool weights_changed) {
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     State& state = at(unit);
     state.expected = false;
-    state.held = state.held && state.traits.residency == Residency::kStep && !weights_changed;
+    end_hold_of_pass(state);
+    state.held = state.held && !weights_changed;
     state.kept = false;
     state.backward_active = false;
     state.backward_seen = false;

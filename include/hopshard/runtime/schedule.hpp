@@ -140,6 +140,7 @@ class Schedule {
   void plan_backward_from_forward();
   void count_uses();
   void hold(State& state) const;
+  static void end_hold_of_pass(State& state);
   void gather(int unit, Actions& out);
   void gather_for_step(Actions& out);
   void prefetch(int unit, Actions& out);

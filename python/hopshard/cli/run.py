@@ -77,6 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
+def output_file(text: str) -> pathlib.Path:
+    """What ``--output`` names, absolute.
+
+    Raises:
+        ConfigError: its folder is not there: better known before the ranks run.
+    """
+    output = pathlib.Path(text).absolute()
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {text}: there is no folder '{output.parent}'")
+    return output
+
+
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the ranks and returns the exit code of the whole: 0, or the first failing rank's."""
     num_ranks, environment = ranks_and_environment(arguments)

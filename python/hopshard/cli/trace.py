@@ -34,9 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs, merges, and says what share of communication was hidden."""
-    output = pathlib.Path(arguments.output).absolute()
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {arguments.output}: there is no folder '{output.parent}'")
+    output = run.output_file(arguments.output)
     with tempfile.TemporaryDirectory(prefix="hopshard_trace_") as folder:
         os.environ["HOPSHARD_TRACE_FOLDER"] = folder
         code = run.execute(arguments)

@@ -85,9 +85,7 @@ def add_parser(commands: Any) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Measures, writes the file, and prints what follows from it."""
-    output = pathlib.Path(arguments.output).absolute()
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {arguments.output}: there is no folder '{output.parent}'")
+    output = run.output_file(arguments.output)
     if detect_launch(os.environ).size == 1:
         return run.execute(_as_run(arguments, output))
     here = world.init(backend=arguments.backend, log_level="warning")
