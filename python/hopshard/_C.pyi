@@ -510,11 +510,22 @@ class ProcessGroups:
     def sharding(self) -> Communicator: ...
     @property
     def replication(self) -> Communicator: ...
+    @property
+    def secondary(self) -> Communicator | None: ...
 
 def make_process_groups(
-    layout: GroupLayout, rank: int, factory: Callable[[Group], Communicator | None]
+    layout: GroupLayout,
+    rank: int,
+    factory: Callable[[Group], Communicator | None],
+    secondary_degree: int = 0,
 ) -> ProcessGroups:
-    """Calls ``factory`` for the caller's world, sharding and replication group, in this order.
+    """Calls ``factory`` for the caller's world, sharding, replication and secondary group.
+
+    Args:
+        layout: Of the world.
+        rank: The caller's.
+        factory: Connects one group.
+        secondary_degree: Ranks that gather from secondary shards; 0: there are none.
 
     Raises:
         InvalidArgument: a rank outside the layout, or a communicator of another group.

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from hopshard.errors import ConfigError
 
@@ -108,9 +108,18 @@ class Config(BaseModel):
     """Units that are gathered ahead of their use, while others compute. Each costs the memory of
     one gathered unit; 0 gathers on demand."""
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = Field(
+        default=True,
+        json_schema_extra={
+            "legal": "True, False, or an integer of at least 2 that divides "
+            "sharded_data_parallel_degree"
+        },
+    )
     """Let units go after their forward and gather them again for the backward. False saves that
-    second gather and costs the memory of the whole model from forward to backward."""
+    second gather and costs the memory of the whole model from forward to backward. A number k lets
+    them go to a smaller group of k neighbouring ranks, such as one node: each keeps a k-th of the
+    model in the dtype of the computation, and until the next ``optimizer.step()`` all further
+    gathers stay inside that group."""
 
     param_persistence_threshold: int = Field(default=0, ge=0)
     """Parameters with fewer elements than this are gathered once per step, all together, instead of
@@ -137,6 +146,20 @@ class Config(BaseModel):
 
     log_level: Literal["debug", "info", "warning", "error", "off"] = "info"
     """Least severe message that is shown. Ranks may differ. Environment: ``HOPSHARD_LOG_LEVEL``."""
+
+    @field_validator("reshard_after_forward")
+    @classmethod
+    def _check_smaller_group(cls, value: bool | int, info: ValidationInfo) -> bool | int:
+        degree = info.data.get("sharded_data_parallel_degree")
+        if not isinstance(value, bool) and (value < 2 or (degree or value) % value):
+            raise ValueError("not a divisor of the degree")
+        return value
+
+    @property
+    def secondary_degree(self) -> int:
+        """Ranks that gather from secondary shards; 0: there are none."""
+        k = self.reshard_after_forward
+        return 0 if isinstance(k, bool) or k == self.sharded_data_parallel_degree else k
 
     def __init__(self, **values: Any) -> None:
         values = _resolve_names(values)

@@ -119,7 +119,7 @@ class DistributedModel(nn.Module):
             backward_passes_per_step,
             current.config.second_hop_bucket_bytes,
             current.config.prefetch_depth,
-            current.config.reshard_after_forward,
+            bool(current.config.reshard_after_forward),
             current.config.simulate_delays_us > 0,
         )
         if current.config.trace_folder:

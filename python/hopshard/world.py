@@ -120,9 +120,11 @@ class World:
 
     def abort(self, reason: str) -> None:
         """Wakes all ranks that wait in a collective of this world, with CommError."""
-        for communicator in (self.groups.world, self.groups.sharding, self.groups.replication):
+        groups = self.groups
+        for communicator in (groups.world, groups.sharding, groups.replication, groups.secondary):
             with contextlib.suppress(Error):  # One broken group must not keep the others waiting.
-                communicator.abort(reason)
+                if communicator is not None:
+                    communicator.abort(reason)
 
 
 @dataclass(frozen=True)
@@ -494,7 +496,9 @@ def _build(
             connected = _C.simulated_communicator(connected, config.simulate_delays_us)
         return _C.recording_communicator(connected, group, meter, layout.ranks_per_node)
 
-    groups = _C.make_process_groups(layout, rank, connect_and_record)
+    groups = _C.make_process_groups(
+        layout, rank, connect_and_record, secondary_degree=config.secondary_degree
+    )
     here = layout.node_of(rank)
     return World(
         config=config,

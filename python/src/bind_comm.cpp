@@ -453,10 +453,11 @@ void bind_process_groups(py::module_& m) {
   py::class_<ProcessGroups>(m, "ProcessGroups", "The communicators of one rank.")
       .def_readonly("world", &ProcessGroups::world)
       .def_readonly("sharding", &ProcessGroups::sharding)
-      .def_readonly("replication", &ProcessGroups::replication);
+      .def_readonly("replication", &ProcessGroups::replication)
+      .def_readonly("secondary", &ProcessGroups::secondary);
   // The GIL stays: the factory is Python, and whatever it waits in releases the GIL itself.
   m.def("make_process_groups", &make_process_groups, py::arg("layout"), py::arg("rank"),
-        py::arg("factory"));
+        py::arg("factory"), py::arg("secondary_degree") = 0);
   m.def("make_world_group", &make_world_group, py::arg("layout"), py::arg("rank"));
   m.def("make_sharding_group", &make_sharding_group, py::arg("layout"), py::arg("rank"));
   m.def("make_replication_group", &make_replication_group, py::arg("layout"), py::arg("rank"));

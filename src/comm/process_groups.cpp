@@ -62,6 +62,19 @@ CommunicatorPtr make_checked(const CommunicatorFactory& factory, const Group& gr
   return made;
 }
 
+Group make_sliced_group(std::string_view kind, const GroupLayout& layout, int rank) {
+  check_rank(layout, rank);
+  Group group = make_group(kind, layout, rank, layout.sharding_group(rank));
+  for (const int member : group.ranks) {
+    group.slots.push_back(layout.slice_of(member));
+  }
+  if (group.has_identity_slots()) {
+    group.slots.clear();
+  }
+  group.validate();
+  return group;
+}
+
 }  // namespace
 
 Group make_world_group(const GroupLayout& layout, int rank) {
@@ -74,16 +87,15 @@ Group make_world_group(const GroupLayout& layout, int rank) {
 }
 
 Group make_sharding_group(const GroupLayout& layout, int rank) {
-  check_rank(layout, rank);
-  Group group = make_group("sharding", layout, rank, layout.sharding_group(rank));
-  for (const int member : group.ranks) {
-    group.slots.push_back(layout.slice_of(member));
-  }
-  if (group.has_identity_slots()) {
-    group.slots.clear();
-  }
-  group.validate();
-  return group;
+  return make_sliced_group("sharding", layout, rank);
+}
+
+Group make_secondary_group(const GroupLayout& layout, int rank, int degree) {
+  HOPSHARD_CHECK(degree >= 1 && layout.degree() % degree == 0, ConfigError,
+                 "secondary shards over ", degree, " ranks do not fit sharding groups of ",
+                 layout.degree(), ": it must divide them");
+  return make_sliced_group("secondary",
+                           GroupLayout(layout.world_size(), layout.ranks_per_node(), degree), rank);
 }
 
 Group make_replication_group(const GroupLayout& layout, int rank) {
@@ -135,11 +147,14 @@ std::optional<NodeParts> plan_node_parts(const Group& group, int ranks_per_node)
 }
 
 ProcessGroups make_process_groups(const GroupLayout& layout, int rank,
-                                  const CommunicatorFactory& factory) {
+                                  const CommunicatorFactory& factory, int secondary_degree) {
   ProcessGroups groups;
   groups.world = make_checked(factory, make_world_group(layout, rank));
   groups.sharding = make_checked(factory, make_sharding_group(layout, rank));
   groups.replication = make_checked(factory, make_replication_group(layout, rank));
+  if (secondary_degree > 0) {
+    groups.secondary = make_checked(factory, make_secondary_group(layout, rank, secondary_degree));
+  }
   return groups;
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/full.h>
 
+#include <array>
 #include <map>
 #include <sstream>
 
@@ -12,18 +13,22 @@ namespace hopshard {
 namespace {
 
 constexpr std::size_t kMaxRemembered = 1 << 16;
+constexpr std::array kKinds = {"gather of '", "reduction of '",
+                               "gather from secondary shards of '"};
+constexpr auto kNumKinds = static_cast<std::int64_t>(kKinds.size());
 
 // Ranks may differ in whether a gather is ahead of its use, not in its place in the order.
 std::int64_t code_of(Action action) {
-  return static_cast<std::int64_t>(action.unit) * 2 + (action.kind == ActionKind::kReduce ? 1 : 0);
+  const int what = action.kind == ActionKind::kReduce ? 1 : action.from_secondary ? 2 : 0;
+  return static_cast<std::int64_t>(action.unit) * kNumKinds + what;
 }
 
 std::string describe(std::int64_t code, const std::vector<std::string>& unit_names) {
   if (code < 0) {
     return "nothing more";
   }
-  return detail::concatenate(code % 2 == 0 ? "gather of '" : "reduction of '",
-                             unit_names.at(static_cast<std::size_t>(code / 2)), "'");
+  return detail::concatenate(kKinds.at(static_cast<std::size_t>(code % kNumKinds)),
+                             unit_names.at(static_cast<std::size_t>(code / kNumKinds)), "'");
 }
 
 }  // namespace

@@ -110,12 +110,23 @@ void Schedule::end_hold_of_pass(State& state) {
   state.held = state.held && state.traits.residency == Residency::kStep;
 }
 
+Action Schedule::begin_gather(ActionKind kind, int unit) {
+  State& state = at(unit);
+  state.gathered = true;
+  Action action{.kind = kind, .unit = unit, .from_secondary = state.has_secondary};
+  if (state.traits.residency == Residency::kSecondary && !state.has_secondary && in_forward_ &&
+      may_backward_) {
+    action.keeps_secondary = true;
+    state.has_secondary = true;
+  }
+  return action;
+}
+
 void Schedule::gather(int unit, Actions& out) {
   State& state = at(unit);
   hold(state);
   if (!state.gathered) {
-    state.gathered = true;
-    out.push_back({ActionKind::kGather, unit});
+    out.push_back(begin_gather(ActionKind::kGather, unit));
   } else if (std::exchange(state.in_flight, false)) {
     out.push_back({ActionKind::kWait, unit});
   }
@@ -134,9 +145,8 @@ void Schedule::prefetch(int unit, Actions& out) {
   hold(state);
   state.expected = true;
   if (!state.gathered) {
-    state.gathered = true;
     state.in_flight = true;
-    out.push_back({ActionKind::kPrefetch, unit});
+    out.push_back(begin_gather(ActionKind::kPrefetch, unit));
   }
 }
 
@@ -220,12 +230,13 @@ void Schedule::leave_backward(int unit, Actions& out) {
   release_if_free(unit, out);
 }
 
-Actions Schedule::begin_forward() {
+Actions Schedule::begin_forward(bool may_backward) {
   Actions out;
   if (in_forward_) {  // The last forward ended in an exception.
     out = reset();
   }
   in_forward_ = true;
+  may_backward_ = may_backward;
   forward_position_ = 0;
   forward_seen_.clear();
   return out;
@@ -477,6 +488,7 @@ Actions Schedule::reset(bool weights_changed) {
     state.expected = false;
     end_hold_of_pass(state);
     state.held = state.held && !weights_changed;
+    state.has_secondary = state.has_secondary && !weights_changed;
     state.kept = false;
     state.backward_active = false;
     state.backward_seen = false;
@@ -493,6 +505,7 @@ void Schedule::forget(int unit) {
   state.gathered = false;
   state.in_flight = false;
   state.held = false;
+  state.has_secondary = false;
 }
 
 }  // namespace hopshard

@@ -63,7 +63,8 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
   HOPSHARD_CHECK(options_.backward_passes_per_step >= 1, ConfigError,
                  "backward_passes_per_step is ", options_.backward_passes_per_step,
                  "; it counts the backward passes of a step and is at least 1");
-  store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_, &timeline_);
+  store_ = std::make_unique<ShardStore>(units, groups_.world, groups_.sharding, pool_, &timeline_,
+                                        groups_.secondary);
   pool_.trim();  // Start-up used every unit once; training has its own needs.
 #if defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
   // Sanitizers bring their own malloc; trimming glibc's beside it ends the process.
@@ -75,6 +76,8 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
     if (units[static_cast<std::size_t>(unit)].is_persistent) {
       HOPSHARD_CHECK(unit != 0, InvalidArgument, "the root unit cannot be persistent");
       residency = Residency::kStep;
+    } else if (groups_.secondary) {
+      residency = Residency::kSecondary;
     } else if (unit != 0 && !options_.reshard_after_forward) {
       residency = Residency::kPass;
     }
@@ -146,13 +149,14 @@ void ShardEngine::carry_out(const Action& action) {
     case ActionKind::kGather: {
       const Timer timer(gather_seconds_);
       order_.record(action);
-      store_->gather(action.unit);
+      store_->begin_gather(action.unit, action.from_secondary, action.keeps_secondary);
+      store_->finish_gather(action.unit);
       return;
     }
     case ActionKind::kPrefetch: {
       const Timer timer(gather_seconds_);
       order_.record(action);
-      store_->begin_gather(action.unit);
+      store_->begin_gather(action.unit, action.from_secondary, action.keeps_secondary);
       return;
     }
     case ActionKind::kWait: {
@@ -222,6 +226,9 @@ void ShardEngine::recover(bool weights_changed) {
     } else if (!store_->is_attached(unit)) {
       schedule_->forget(unit);
     }
+    if (!store_->holds_secondary(unit)) {
+      schedule_->forget_secondary(unit);
+    }
   }
 }
 
@@ -236,7 +243,7 @@ void ShardEngine::before_root_forward() {
                      "torch.no_grad()");
       meet_joined(/*runs=*/true, /*failed=*/false);
     }
-    run(schedule_->begin_forward());
+    run(schedule_->begin_forward(/*may_backward=*/at::GradMode::is_enabled()));
   }
   before_forward(0);
 }
@@ -587,7 +594,7 @@ void ShardEngine::end_join(bool failed) {
   }
   while (meet_joined(/*runs=*/false, failed)) {
     // As a rank that skips every unit.
-    run(schedule_->begin_forward());
+    run(schedule_->begin_forward(/*may_backward=*/false));
     run(schedule_->before_forward(0));
     run(schedule_->after_forward(0, /*will_backward=*/false, /*keep=*/false));
     run(schedule_->end_forward(/*will_backward=*/false));
@@ -620,6 +627,7 @@ void ShardEngine::unpin(int unit, bool write_back) {
   std::exception_ptr refused;
   bool is_discarded = false;
   if (write_back) {
+    schedule_->forget_secondary(unit);
     try {
       store_->write_back(unit);
     } catch (const ConfigError&) {
@@ -642,7 +650,7 @@ void ShardEngine::unpin(int unit, bool write_back) {
   if (is_discarded && schedule_->is_gathered(unit)) {  // Others still use it: as it was.
     or_recover([&] {
       store_->release(unit);
-      carry_out({ActionKind::kGather, unit});
+      carry_out({.kind = ActionKind::kGather, .unit = unit});
     });
   }
   if (refused) {
@@ -654,6 +662,7 @@ void ShardEngine::write_parameter(int parameter, const at::Tensor& full) {
   const at::NoGradGuard no_grad;
   store_->write_parameter(parameter, full);
   const ParameterPlace& place = store_->parameters()[static_cast<std::size_t>(parameter)];
+  schedule_->forget_secondary(place.unit);
   const ShardedBuffer& buffer = store_->buffers()[static_cast<std::size_t>(place.buffer)];
   place.parameter.unsafeGetTensorImpl()->bump_version();
   if (buffer.flat->is_attached()) {

@@ -26,6 +26,10 @@ at::ScalarType master_dtype_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+at::Tensor whole_of(const ShardedBuffer& buffer) {
+  return at::from_blob(buffer.memory.data, {buffer.flat->layout().numel()}, buffer.shard.options());
+}
+
 /// A block for the length of a scope, which a failing collective may end.
 class ScopedBlock {
  public:
@@ -44,8 +48,13 @@ class ScopedBlock {
 }  // namespace
 
 ShardStore::ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world,
-                       CommunicatorPtr sharding, BufferPool& pool, Timeline* timeline)
-    : world_(std::move(world)), sharding_(std::move(sharding)), pool_(pool), timeline_(timeline) {
+                       CommunicatorPtr sharding, BufferPool& pool, Timeline* timeline,
+                       CommunicatorPtr secondary)
+    : world_(std::move(world)),
+      sharding_(std::move(sharding)),
+      secondary_(std::move(secondary)),
+      pool_(pool),
+      timeline_(timeline) {
   const at::NoGradGuard no_grad;
   std::unordered_set<const at::TensorImpl*> seen;
   for (const UnitSpec& spec : units) {
@@ -168,6 +177,10 @@ void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
                        .narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel)
                        .clone();
     buffer.flat->detach();
+    if (secondary_ && !spec.is_persistent) {
+      buffer.secondary = secondary_->allocate(buffer.flat->nbytes() / secondary_->size())
+                             .view(buffer.flat->dtype());
+    }
 
     buffers_of_unit_[static_cast<std::size_t>(unit)].push_back(static_cast<int>(buffers_.size()));
     buffers_.push_back(std::move(buffer));
@@ -210,30 +223,49 @@ bool ShardStore::is_trainable(int unit) const {
   return false;
 }
 
-void ShardStore::begin_gather(int unit) {
+void ShardStore::begin_gather(int unit, bool from_secondary, bool keeps_secondary) {
   const at::NoGradGuard no_grad;
   for (const int index : buffers_of(unit)) {
-    buffers_[static_cast<std::size_t>(index)].flat->check_untouched();
+    const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    buffer.flat->check_untouched();
+    HOPSHARD_CHECK(!from_secondary || buffer.holds_secondary, CommError, "the gather that was to ",
+                   "leave secondary shards of unit '", unit_name(unit), "' on this rank failed");
   }
-  sharding_->group_begin();
+  Communicator& group = from_secondary ? *secondary_ : *sharding_;
+  group.group_begin();
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     buffer.memory = pool_.take(buffer.flat->nbytes());
-    const at::Tensor whole =
-        at::from_blob(buffer.memory.data, {buffer.flat->layout().numel()}, buffer.shard.options());
+    buffer.keeps_secondary = keeps_secondary;
+    buffer.holds_secondary = buffer.holds_secondary && !keeps_secondary;
     buffer.gathering =
         watched(timeline_, TimelineLane::kGather, "gather " + unit_name(unit),
-                sharding_->all_gather(whole, buffer.shard,
-                                      {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
+                group.all_gather(whole_of(buffer), from_secondary ? buffer.secondary : buffer.shard,
+                                 {.timeout = {}, .tag = "unshard/" + unit_name(unit)}));
   }
-  sharding_->group_end();
+  group.group_end();
+}
+
+void ShardStore::wait_for_gather(ShardedBuffer& buffer) const {
+  const WorkPtr work = std::move(buffer.gathering);
+  if (!work) {
+    return;
+  }
+  work->wait();
+  if (buffer.keeps_secondary) {
+    const at::NoGradGuard no_grad;
+    const std::int64_t numel = buffer.secondary.numel();
+    buffer.secondary.copy_(
+        whole_of(buffer).narrow(0, secondary_->group().my_slot() * numel, numel));
+    buffer.holds_secondary = true;
+  }
 }
 
 void ShardStore::finish_gather(int unit) {
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
-    if (const WorkPtr work = std::move(buffer.gathering)) {
-      work->wait();
+    if (buffer.gathering) {
+      wait_for_gather(buffer);
       buffer.flat->attach(buffer.memory.data);
     }
   }
@@ -254,9 +286,7 @@ void ShardStore::release(int unit) noexcept {
   for (const int index : buffers_of(unit)) {
     ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     try {
-      if (const WorkPtr work = std::move(buffer.gathering)) {
-        work->wait();
-      }
+      wait_for_gather(buffer);
     } catch (const std::exception& error) {
       // Nobody wanted the values; whoever asks for others hears of it.
       HOPSHARD_LOG(kDebug, "a gather that was not used failed: ", error.what());
@@ -285,6 +315,12 @@ void ShardStore::write_back(int unit) {
     }
     buffer.shard.copy_(slice);
   }
+}
+
+bool ShardStore::holds_secondary(int unit) const {
+  return std::all_of(buffers_of(unit).begin(), buffers_of(unit).end(), [this](int buffer) {
+    return buffers_[static_cast<std::size_t>(buffer)].holds_secondary;
+  });
 }
 
 bool ShardStore::is_attached(int unit) const {
@@ -374,6 +410,9 @@ std::int64_t ShardStore::persistent_bytes() const {
   for (const ShardedBuffer& buffer : buffers_) {
     if (!buffer.is_trainable || buffer.master.dtype() != buffer.shard.dtype()) {
       nbytes += static_cast<std::int64_t>(buffer.shard.nbytes());
+    }
+    if (buffer.secondary.defined()) {
+      nbytes += static_cast<std::int64_t>(buffer.secondary.nbytes());
     }
   }
   return nbytes;

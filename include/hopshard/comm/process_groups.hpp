@@ -1,4 +1,4 @@
-// The three groups that one rank needs (D1), as plain Groups and as communicators. How a
+// The groups that one rank needs (D1), as plain Groups and as communicators. How a
 // communicator is made is the caller's affair: see local.hpp, recording.hpp, c10d.hpp.
 // Next: collectives/two_hop_sync.hpp.
 #pragma once
@@ -17,6 +17,10 @@ namespace hopshard {
 [[nodiscard]] Group make_sharding_group(const GroupLayout& layout, int rank);
 /// The ranks that own the same slice, one per sharding group; "replication[0,4]".
 [[nodiscard]] Group make_replication_group(const GroupLayout& layout, int rank);
+
+/// The ranks that gather from secondary shards (see schedule.hpp): `degree` neighbours of one
+/// sharding group, which it divides; "secondary[0-1]".
+[[nodiscard]] Group make_secondary_group(const GroupLayout& layout, int rank, int degree);
 
 /// How a group lies on nodes, if two levels apply to it.
 struct NodeParts {
@@ -40,13 +44,16 @@ struct ProcessGroups {
   CommunicatorPtr world;
   CommunicatorPtr sharding;
   CommunicatorPtr replication;
+  CommunicatorPtr secondary;  ///< Null: there are no secondary shards.
 };
 
-/// Calls `factory` for the caller's world, sharding and replication group, in this order, and
-/// checks what it returns.
+/// Calls `factory` for the caller's world, sharding, replication and secondary group, in this
+/// order, and checks what it returns.
+/// @param secondary_degree  0: no secondary group.
 /// @throws InvalidArgument  `rank` is not in the layout, or the factory returned a communicator
 ///                          of another group; ConfigError if it returned none.
 [[nodiscard]] ProcessGroups make_process_groups(const GroupLayout& layout, int rank,
-                                                const CommunicatorFactory& factory);
+                                                const CommunicatorFactory& factory,
+                                                int secondary_degree = 0);
 
 }  // namespace hopshard

@@ -18,6 +18,12 @@
 // the next few gathers of the plan. That depends on the place in the plan alone, so the order stays
 // one on all ranks. A unit that the plan gathers more than once is never prefetched: whether it is
 // still gathered from its last use may differ between ranks.
+//
+// [Note: secondary shards]
+// With Residency::kSecondary the first gather of a training forward leaves a larger shard on every
+// rank, of a group that is smaller than the sharding group (one node, say). Later gathers use those
+// and stay inside it, until the weights change (hpZ of ZeRO++, arXiv 2306.10209, section 3.2).
+// Which gathers these are depends on the order of gathers alone, so it is the same on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -37,16 +43,20 @@ enum class ActionKind {
 struct Action {
   ActionKind kind = ActionKind::kGather;
   int unit = 0;
+  // Of kGather and kPrefetch, as carried out; in a plan both are false.
+  bool from_secondary = false;   ///< Over the smaller group, from what an earlier gather left.
+  bool keeps_secondary = false;  ///< Leaves secondary shards.
   bool operator==(const Action&) const = default;
 };
 using Actions = std::vector<Action>;
 
-/// How long a unit stays gathered after its use. Longer than kUse, it is the same on all ranks,
-/// whatever units they skip: nothing lets go of it alone.
+/// How long a unit stays gathered after its use. Where it is longer than the use, it is the same on
+/// all ranks, whatever units they skip: nothing lets go of it alone.
 enum class Residency {
-  kUse,   ///< Around its forward, and again around its backward.
-  kPass,  ///< From its forward to the end of the backward (reshard_after_forward = false).
-  kStep,  ///< Gathered before all others and in no plan; until the weights change.
+  kUse,        ///< Around its forward, and again around its backward.
+  kPass,       ///< From its forward to the end of the backward (reshard_after_forward = false).
+  kStep,       ///< Gathered before all others and in no plan; until the weights change.
+  kSecondary,  ///< As kUse, and a secondary shard stays until the weights change.
 };
 
 /// What the schedule must know of a unit.
@@ -65,7 +75,8 @@ class Schedule {
 
   // Events of a forward pass. Between begin and end the plan is followed; a unit that is called
   // by itself (outside the root's forward) is gathered on demand.
-  Actions begin_forward();
+  /// @param may_backward  gradients are enabled.
+  Actions begin_forward(bool may_backward = true);
   Actions before_forward(int unit);
   /// @param will_backward  the outputs have a graph: a backward may come.
   /// @param keep           stay gathered (the root; an output that aliases the flat buffer).
@@ -91,6 +102,8 @@ class Schedule {
   Actions reset(bool weights_changed = true);
   /// A gather of the unit was not carried out after all.
   void forget(int unit);
+  /// The unit's secondary shards are not what the next gather must give.
+  void forget_secondary(int unit) { at(unit).has_secondary = false; }
 
   [[nodiscard]] bool in_forward() const noexcept { return in_forward_; }
   [[nodiscard]] bool in_backward() const noexcept { return in_backward_; }
@@ -98,6 +111,7 @@ class Schedule {
     return at(unit).gathered && !at(unit).in_flight;
   }
   [[nodiscard]] bool is_pinned(int unit) const { return at(unit).pins > 0; }
+  [[nodiscard]] bool has_secondary(int unit) const { return at(unit).has_secondary; }
 
   /// Its gradients come all over the backward: it is reduced at the end, on every rank.
   [[nodiscard]] bool is_reduced_last(int unit) const {
@@ -126,6 +140,7 @@ class Schedule {
     bool expected = false;         // Prefetched, and the plan has not come to it.
     bool kept = false;             // Stays gathered after its forward.
     bool held = false;             // Stays gathered for its residency.
+    bool has_secondary = false;    // Gathers use secondary shards.
     bool backward_active = false;  // Gathered for its backward.
     bool backward_seen = false;    // Its backward runs.
     bool is_reduced = false;       // Its gradients are complete, its backward may not be.
@@ -142,6 +157,7 @@ class Schedule {
   void hold(State& state) const;
   static void end_hold_of_pass(State& state);
   void gather(int unit, Actions& out);
+  Action begin_gather(ActionKind kind, int unit);
   void gather_for_step(Actions& out);
   void prefetch(int unit, Actions& out);
   void pass_forward(std::size_t position, Actions& out);
@@ -168,6 +184,7 @@ class Schedule {
   std::size_t backward_position_ = 0;
   bool has_adopted_backward_ = false;
   bool in_forward_ = false;
+  bool may_backward_ = false;  // After the running forward.
   bool in_backward_ = false;
   bool keep_gathered_ = false;  // The running backward builds a graph.
   bool any_arrival_ = false;

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -39,10 +40,13 @@ struct ShardedBuffer {
   int unit = 0;
   bool is_trainable = false;
   std::unique_ptr<FlatBuffer> flat;
-  PoolBlock memory;   ///< Attached to `flat` while gathered.
-  WorkPtr gathering;  ///< Fills `memory`, which is not attached before it is done.
-  at::Tensor shard;   ///< [slice_numel], compute dtype: what gathers send.
-  int arena = -1;     ///< Index of the arena that holds the master; -1 if frozen.
+  PoolBlock memory;      ///< Attached to `flat` while gathered.
+  WorkPtr gathering;     ///< Fills `memory`, which is not attached before it is done.
+  at::Tensor shard;      ///< [slice_numel], compute dtype: what gathers send.
+  at::Tensor secondary;  ///< This rank's part of the secondary group's copy; see schedule.hpp.
+  bool keeps_secondary = false;  ///< The gather under way leaves it.
+  bool holds_secondary = false;
+  int arena = -1;  ///< Index of the arena that holds the master; -1 if frozen.
   std::int64_t arena_begin = 0;
   at::Tensor master;  ///< [slice_numel], a view of the arena; `shard` itself if same dtype.
 };
@@ -65,10 +69,11 @@ class ShardStore {
  public:
   /// Collective over `world`: rank 0's values become everyone's. Unit 0 is the root and may be
   /// empty; a parameter belongs to one unit.
-  /// @param timeline  null, or where gathers are watched.
+  /// @param timeline   null, or where gathers are watched.
+  /// @param secondary  null, or the group that gathers from secondary shards.
   /// @throws ConfigError  names the parameter: on two units, of a dtype that cannot be trained.
   ShardStore(const std::vector<UnitSpec>& units, CommunicatorPtr world, CommunicatorPtr sharding,
-             BufferPool& pool, Timeline* timeline = nullptr);
+             BufferPool& pool, Timeline* timeline = nullptr, CommunicatorPtr secondary = nullptr);
   ~ShardStore();
 
   [[nodiscard]] int num_units() const noexcept { return static_cast<int>(unit_names_.size()); }
@@ -88,15 +93,11 @@ class ShardStore {
   }
   [[nodiscard]] bool is_trainable(int unit) const;
 
-  /// Collective over `sharding`: issues the unit's all-gathers; finish_gather or release follows.
-  void begin_gather(int unit);
+  /// Collective over `sharding`, or `secondary`: issues the unit's all-gathers; finish_gather or
+  /// release follows.
+  void begin_gather(int unit, bool from_secondary = false, bool keeps_secondary = false);
   /// Waits, then the unit's parameters become whole.
   void finish_gather(int unit);
-  /// Both.
-  void gather(int unit) {
-    begin_gather(unit);
-    finish_gather(unit);
-  }
   /// After a failure: ends all gathers under way. Returns the reason if one of them knows it.
   [[nodiscard]] std::exception_ptr abandon_gathers() noexcept;
   /// They become placeholders. Nothing happens to a unit that is not gathered.
@@ -105,6 +106,7 @@ class ShardStore {
   /// @throws ConfigError  a parameter was given another shape or dtype.
   void write_back(int unit);
   [[nodiscard]] bool is_attached(int unit) const;
+  [[nodiscard]] bool holds_secondary(int unit) const;
   /// @throws ShardedError  a gathered parameter was changed in place and not written back.
   void check_unchanged(int unit) const;
   /// Gathered parameters may differ from the shards on purpose.
@@ -132,6 +134,7 @@ class ShardStore {
  private:
   void make_arenas();
   void move_shard(ShardedBuffer& buffer, at::Tensor to) const;
+  void wait_for_gather(ShardedBuffer& buffer) const;
   [[nodiscard]] at::Tensor allocate_shard(std::int64_t numel, at::ScalarType dtype) const;
   void add_buffers_of(int unit, const UnitSpec& spec);
   void place_parameters(int buffer, const std::vector<std::string>& names,
@@ -140,6 +143,7 @@ class ShardStore {
 
   CommunicatorPtr world_;
   CommunicatorPtr sharding_;
+  CommunicatorPtr secondary_;
   BufferPool& pool_;
   Timeline* timeline_;
   std::vector<std::string> unit_names_;

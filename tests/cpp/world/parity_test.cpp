@@ -25,7 +25,7 @@ class Parity : public ::testing::TestWithParam<World> {
  protected:
   /// @param hold  the passes before the last are held, instead of counted.
   static void train(int num_passes, const OrderOf& order_of, bool hold, const Decorator& decorate,
-                    bool leaves_the_order = false, bool stays = false) {
+                    bool leaves_the_order = false, bool stays = false, int secondary_degree = 0) {
     const World world = GetParam();
     const Reference reference(world.size, kSteps, num_passes, order_of);
     run_ranks(world.size, [&](int rank, LocalHub& hub) {
@@ -36,7 +36,8 @@ class Parity : public ::testing::TestWithParam<World> {
       options.second_hop_bucket_bytes = 256;  // Several buckets.
       options.reshard_after_forward = !stays;
       options.fills_idle_memory = true;
-      ShardEngine engine(model.units, make_groups(hub, layout, rank, decorate), options);
+      ShardEngine engine(model.units, make_groups(hub, layout, rank, decorate, secondary_degree),
+                         options);
       expect_all_sharded(engine);
       std::int64_t allocations = 0;
       bool is_steady = true;
@@ -78,6 +79,16 @@ TEST_P(Parity, UnitsStayForTheBackward) {
   train(2, units_of_choice, false, {}, /*leaves_the_order=*/false, /*stays=*/true);
 }
 
+TEST_P(Parity, SecondaryShards) {
+  for (const int divisor : {1, 2, 4}) {
+    if (GetParam().degree % divisor == 0) {
+      const int degree = GetParam().degree / divisor;
+      train(2, all_units, false, {}, /*leaves_the_order=*/false, /*stays=*/false, degree);
+      train(2, units_of_choice, true, {}, /*leaves_the_order=*/false, /*stays=*/false, degree);
+    }
+  }
+}
+
 TEST_P(Parity, SimulatedStreams) {
   for (const std::uint64_t seed : {1u, 2u}) {
     const Decorator simulate = [seed](CommunicatorPtr inner) {
@@ -87,6 +98,8 @@ TEST_P(Parity, SimulatedStreams) {
     train(2, all_units, false, simulate);
     train(2, units_of_choice, false, simulate);
     train(3, all_units, true, simulate, /*leaves_the_order=*/false, /*stays=*/true);
+    train(2, units_of_choice, false, simulate, /*leaves_the_order=*/false, /*stays=*/false,
+          /*secondary_degree=*/(GetParam().degree + 1) / 2);
   }
 }
 

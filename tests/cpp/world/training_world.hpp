@@ -39,11 +39,12 @@ inline at::Tensor small_integers(at::IntArrayRef sizes, std::int64_t seed) {
 using Decorator = std::function<CommunicatorPtr(CommunicatorPtr)>;
 
 inline ProcessGroups make_groups(LocalHub& hub, const GroupLayout& layout, int rank,
-                                 const Decorator& decorate = {}) {
-  return make_process_groups(layout, rank, [&](const Group& group) {
+                                 const Decorator& decorate = {}, int secondary_degree = 0) {
+  const auto factory = [&](const Group& group) {
     CommunicatorPtr communicator = hub.communicator(group);
     return decorate ? decorate(std::move(communicator)) : communicator;
-  });
+  };
+  return make_process_groups(layout, rank, factory, secondary_degree);
 }
 
 /// root: a weight that is used first and last; units: weight and bias, unit 2 with a frozen scale.

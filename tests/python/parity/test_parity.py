@@ -34,7 +34,8 @@ FACTORS = {
     "prefetch": (1, 0, 3),
     # Small buckets: hop 2 begins before the backward ends.
     "bucket": (2**26, 64),
-    "reshard": (True, False),
+    # 2: after the first gather of a step, pairs of ranks gather among themselves.
+    "reshard": (True, False, 2),
     # 16: biases and norms are gathered once per step.
     "persistent": (0, 16),
     # The device sim: collectives start late, and what must not be used is NaN.
@@ -47,6 +48,8 @@ FACTORS = {
 def is_legal(case: pairs.Case) -> bool:
     if case["state"] == "world" and case["optimizer"] == "rmsprop":
         return False  # Refused: test_optimizer_state_sharding.
+    if case["reshard"] == 2 and case["grid"][1] % 2 != 0:
+        return False
     return bool(case["ranks_per_node"] <= case["grid"][0])
 
 
@@ -54,7 +57,7 @@ def describe(case: pairs.Case) -> str:
     return (
         f"{case['model']}-n{case['grid'][0]}-p{case['grid'][1]}-k{case['ranks_per_node']}"
         f"-a{case['accumulation']}-{case['optimizer']}-ahead{case['prefetch']}"
-        f"-bucket{case['bucket']}-{'reshard' if case['reshard'] else 'keep'}"
+        f"-bucket{case['bucket']}-{'reshard' if case['reshard'] else 'keep'}{case['reshard']:d}"
         f"-persistent{case['persistent']}-{'sim' if case['delays_us'] else 'cpu'}"
         f"-{case['backend'].replace('auto', 'local')}-{case['state']}"
     )

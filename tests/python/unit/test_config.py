@@ -76,6 +76,8 @@ def test_unknown_key_names_it_the_nearest_and_all() -> None:
         ("microbatches", 0, "an integer >= 1"),
         ("second_hop_bucket_bytes", "64M", "an integer >= 1"),
         ("check_consistency", 1, "True or False"),
+        ("reshard_after_forward", 0, "True, False, or an integer of at least 2 that divides"),
+        ("reshard_after_forward", "node", "True, False, or an integer of at least 2"),
         ("log_level", "loud", "one of 'debug'"),
     ],
 )
@@ -124,3 +126,12 @@ def test_illegal_environment_names_the_variable(text: str) -> None:
 def test_what_must_agree_leaves_out_the_log_level() -> None:
     assert Config(log_level="debug").must_agree() == Config().must_agree()
     assert Config(microbatches=2).must_agree() != Config().must_agree()
+
+
+def test_a_smaller_group_divides_the_degree() -> None:
+    assert Config(dp_shard_size=8, reshard_after_forward=2).secondary_degree == 2
+    assert Config(dp_shard_size=8, reshard_after_forward=8).secondary_degree == 0
+    assert Config(dp_shard_size=8, reshard_after_forward=False).secondary_degree == 0
+    for wrong in (1, 3, 16):
+        with pytest.raises(ConfigError, match="divides sharded_data_parallel_degree"):
+            Config(dp_shard_size=8, reshard_after_forward=wrong)

@@ -157,6 +157,22 @@ def test_units_that_stay_are_gathered_once_a_pass(micro_steps: int) -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
+def test_a_smaller_group_gathers_all_but_the_first_of_a_step(micro_steps: int) -> None:
+    root, block = flat_bytes(build(), 4)
+    whole = root + NUM_BLOCKS * block
+    for counters in measure(
+        4, 4, micro_steps=micro_steps, ranks_per_node=2, reshard_after_forward=2
+    ):
+        assert total(counters, "sharding/all_gather/unshard", "calls") == NUM_BLOCKS + 1
+        inside = "secondary/all_gather/unshard"
+        all_gathers = micro_steps * (2 * NUM_BLOCKS + 1)
+        assert total(counters, inside, "calls") == all_gathers - (NUM_BLOCKS + 1)
+        assert total(counters, inside, "sent_inter_node_bytes") == 0
+        again = micro_steps * (root + 2 * NUM_BLOCKS * block) - whole
+        assert total(counters, inside, "sent_intra_node_bytes") == again // 2
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
 def test_small_parameters_are_gathered_once_a_step(micro_steps: int) -> None:
     bias_numel = max(block.bias.numel() for block in build().blocks)
     for counters in measure(

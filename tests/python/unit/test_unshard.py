@@ -159,3 +159,33 @@ def test_deepcopy_and_pickle_inside() -> None:
             assert torch.equal(kept[name], parameter)
 
     on_models(Mlp, body)
+
+
+def test_secondary_shards_follow_every_change() -> None:
+    def run() -> None:
+        model = hs.DistributedModel(Mlp())
+        plain, x = Mlp(), torch.ones(2, HIDDEN)
+
+        def check() -> None:
+            plain.load_state_dict(model.state_dict())
+            assert torch.equal(model(x), plain(x))
+
+        model(x).sum().backward()
+        check()
+        with hs.unshard(model.blocks[0]), torch.no_grad():
+            for parameter in model.blocks[0].parameters():
+                parameter.add_(1.0)
+        check()
+        model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+        check()
+        handle = model.blocks[1].register_forward_pre_hook(lambda module, args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+        check()
+        before = model.world.meter.counters()["comm/sharding/all_gather/unshard/calls"]
+        check()
+        after = model.world.meter.counters()["comm/sharding/all_gather/unshard/calls"]
+        assert after - before == 0
+
+    run_ranks(run, 4, sharded_data_parallel_degree=4, reshard_after_forward=2)

@@ -53,6 +53,11 @@ std::vector<at::Tensor> values_of(const std::vector<UnitSpec>& units) {
   return values;
 }
 
+void gather(ShardStore& store, int unit) {
+  store.begin_gather(unit);
+  store.finish_gather(unit);
+}
+
 struct Shards {
   Shards(LocalHub& hub, const GroupLayout& layout, int rank, const std::vector<UnitSpec>& units)
       : groups(make_process_groups(layout, rank,
@@ -98,7 +103,7 @@ TEST_P(Store, GathersRankZerosValues) {
   run([](int, Shards& shards, std::vector<UnitSpec>& units, auto& values) {
     for (int round = 0; round < 2; ++round) {
       for (int unit = 0; unit < 3; ++unit) {
-        shards.store.gather(unit);
+        gather(shards.store, unit);
         for (std::size_t i = 0; i < units[static_cast<std::size_t>(unit)].parameters.size(); ++i) {
           const UnitSpec& spec = units[static_cast<std::size_t>(unit)];
           EXPECT_TRUE(at::equal(spec.parameters[i], values[spec.parameter_names[i]]))
@@ -140,7 +145,7 @@ TEST_P(Store, PiecesOfAllRanksMakeUpEachParameter) {
 TEST_P(Store, WriteBackKeepsChangesOfWholeParameters) {
   run([](int, Shards& shards, std::vector<UnitSpec>& units, auto& values) {
     const at::NoGradGuard no_grad;
-    shards.store.gather(1);
+    gather(shards.store, 1);
     for (std::size_t i = 0; i < 5; ++i) {
       at::Tensor parameter = units[1].parameters[i];
       parameter.mul_(2);
@@ -149,7 +154,7 @@ TEST_P(Store, WriteBackKeepsChangesOfWholeParameters) {
     shards.store.write_back(1);
     shards.store.release(1);
     shards.store.refresh_shards();  // Masters follow, or this undoes it.
-    shards.store.gather(1);
+    gather(shards.store, 1);
     for (std::size_t i = 0; i < 5; ++i) {
       const at::Tensor expected = values[units[1].parameter_names[i]].mul(2).add(i == 0 ? 1 : 0);
       EXPECT_TRUE(at::equal(units[1].parameters[i], expected)) << units[1].parameter_names[i];
@@ -164,7 +169,7 @@ TEST_P(Store, WritesAndGathersSingleParameters) {
     const int weight = shards.index_of("weight");
     const at::Tensor full = numbers({5, 9}, 5000);
     shards.store.write_parameter(weight, full);
-    shards.store.gather(1);
+    gather(shards.store, 1);
     EXPECT_TRUE(at::equal(units[1].parameters[0], full));
     EXPECT_TRUE(at::equal(units[1].parameters[4], values["channels"]));
     shards.store.release(1);
@@ -199,7 +204,7 @@ TEST_P(Store, ShardsFollowTheirMasters) {
       }
     }
     shards.store.refresh_shards();
-    shards.store.gather(1);
+    gather(shards.store, 1);
     for (std::size_t i = 0; i < 5; ++i) {
       const at::Tensor expected = values[units[1].parameter_names[i]].add(i == 2 ? 0 : 1);
       EXPECT_TRUE(at::equal(units[1].parameters[i], expected)) << units[1].parameter_names[i];

@@ -29,6 +29,7 @@ std::string text_of(const Actions& actions) {
   for (const Action& action : actions) {
     constexpr std::array kNames = {" G", " P", " W", " -", " R"};
     text += kNames.at(static_cast<std::size_t>(action.kind)) + std::to_string(action.unit);
+    text += action.from_secondary ? "s" : "";
   }
   return text;
 }
@@ -58,6 +59,7 @@ class Rank {
         traits_(std::move(traits)),
         gathered_(traits_.size(), false),
         in_flight_(traits_.size(), false),
+        holds_secondary_(traits_.size(), false),
         pending_(traits_.size(), false),
         num_reductions_(traits_.size(), 0) {}
 
@@ -70,7 +72,13 @@ class Rank {
           ASSERT_FALSE(gathered_[unit]) << "unit " << unit << " is gathered twice";
           gathered_[unit] = true;
           in_flight_[unit] = action.kind == ActionKind::kPrefetch;
-          collectives.push_back(gather(action.unit));
+          ASSERT_TRUE(!action.from_secondary || holds_secondary_[unit])
+              << "unit " << unit << " has no secondary shards";
+          ASSERT_FALSE(action.from_secondary && action.keeps_secondary);
+          holds_secondary_[unit] = holds_secondary_[unit] || action.keeps_secondary;
+          collectives.push_back({.kind = ActionKind::kGather,
+                                 .unit = action.unit,
+                                 .from_secondary = action.from_secondary});
           break;
         case ActionKind::kWait:
           ASSERT_TRUE(in_flight_[unit]) << "unit " << unit << " is waited for without need";
@@ -208,6 +216,7 @@ class Rank {
   std::vector<UnitTraits> traits_;
   std::vector<bool> gathered_;
   std::vector<bool> in_flight_;
+  std::vector<bool> holds_secondary_;
   std::vector<bool> pending_;
   std::vector<int> num_reductions_;
   std::vector<const Call*> first_uses_;
@@ -528,6 +537,34 @@ TEST(Schedule, WithoutABackwardNothingStaysForIt) {
   EXPECT_EQ(rank.schedule.after_forward(1, false, false), Actions({release(1)}));
 }
 
+TEST(Schedule, SecondaryShardsServeUntilTheWeightsChange) {
+  Rank rank(std::vector<UnitTraits>(3, {.is_trainable = true, .residency = Residency::kSecondary}));
+  const Program program = one_after_another(3);
+  for (int step = 0; step < 2; ++step) {
+    rank.forward(program);
+    rank.backward(program);
+    EXPECT_EQ(text_of(rank.take_collectives()), " G0 G1 G2 G2s R2 G1s R1 R0");
+    rank.carry_out(rank.schedule.reset(/*weights_changed=*/false));
+    rank.forward(program, /*will_backward=*/false);
+    EXPECT_EQ(text_of(rank.take_collectives()), " G0s G1s G2s");
+    rank.schedule.forget_secondary(1);
+    rank.forward(program);
+    rank.backward(program);
+    EXPECT_EQ(text_of(rank.take_collectives()), " G0s G1 G2s G2s R2 G1s R1 R0");
+    rank.carry_out(rank.schedule.reset());
+  }
+}
+
+TEST(Schedule, OnlyAForwardThatMayHaveABackwardLeavesSecondaryShards) {
+  Schedule schedule(
+      std::vector<UnitTraits>(2, {.is_trainable = true, .residency = Residency::kSecondary}));
+  schedule.begin_forward(/*may_backward=*/false);
+  EXPECT_EQ(schedule.before_forward(0), Actions({gather(0)}));
+  EXPECT_EQ(schedule.pin(1), Actions({gather(1)}));
+  EXPECT_FALSE(schedule.has_secondary(0));
+  EXPECT_FALSE(schedule.has_secondary(1));
+}
+
 // Evaluated between a forward and its backward: gathered again, by all ranks.
 TEST(Schedule, AnEvaluationLetsGoOfWhatAnEarlierForwardKept) {
   Rank rank(with_residents());
@@ -672,7 +709,8 @@ struct RandomCase {
   double skip = 0;
   bool first_step_skips = false;
   int prefetch_depth = 0;
-  bool has_residents = false;  ///< Some units stay for the pass, the last for the step.
+  bool has_residents = false;  ///< Units stay for the pass or leave secondary shards; the last
+                               ///< stays for the step.
 };
 
 class RandomSkips : public ::testing::TestWithParam<RandomCase> {};
@@ -687,7 +725,7 @@ TEST_P(RandomSkips, AllRanksIssueOneOrder) {
   for (std::size_t unit = 1; unit < traits.size(); ++unit) {
     traits[unit].is_trainable = !is_frozen(random);
     if (param.has_residents) {
-      traits[unit].residency = unit % 2 == 1 ? Residency::kPass : Residency::kUse;
+      traits[unit].residency = unit % 2 == 1 ? Residency::kPass : Residency::kSecondary;
     }
   }
   const auto num_planned = static_cast<int>(traits.size());
