@@ -547,6 +547,7 @@ class UnitSpec:
         parameter_names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         is_persistent: bool = False,
+        dtypes: Sequence[torch.dtype] = (),
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -594,6 +595,7 @@ class ShardEngine:
         prefetch_depth: int,
         reshard_after_forward: bool = True,
         fills_idle_memory: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None: ...
     def before_root_forward(self) -> None: ...
     def after_root_forward(self, outputs: Sequence[torch.Tensor]) -> None: ...
@@ -616,6 +618,9 @@ class ShardEngine:
         """
 
     def zero_gradients(self) -> None: ...
+    def set_loss_scale(self, scale: float) -> None:
+        """Losses of the backwards to come are multiplied by it; gradient sums are without it."""
+
     def set_gradient_handles(self, handles: Sequence[torch.Tensor | None]) -> None:
         """What ``param.grad`` shows after a backward, by parameter; None for frozen ones."""
 
@@ -673,6 +678,9 @@ class ShardEngine:
     def write_piece(self, arena_like: torch.Tensor, parameter: int, full: torch.Tensor) -> None: ...
     def gather_full(self, arena_like: torch.Tensor, parameter: int, tag: str) -> torch.Tensor:
         """The full tensor whose pieces lie in ``arena_like``. Collective: the sharding group."""
+
+    def gather_masters(self, unit: int) -> dict[int, torch.Tensor]:
+        """A unit's trainable parameters, from the masters. Collective: the sharding group."""
 
     @property
     def num_units(self) -> int: ...

@@ -32,6 +32,7 @@ from hopshard.errors import (
 )
 from hopshard.model import DistributedModel, accumulate, full_grad, join, unshard
 from hopshard.optimizer import DistributedOptimizer
+from hopshard.precision import Precision
 from hopshard.step import StepOutput, step
 from hopshard.world import (
     World,
@@ -66,6 +67,7 @@ __all__ = [
     "DistributedOptimizer",
     "Error",
     "InvalidArgument",
+    "Precision",
     "ScheduleError",
     "ShardedError",
     "StepOutput",

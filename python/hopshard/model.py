@@ -24,6 +24,7 @@ from hopshard.consistency import check_agreement
 from hopshard.errors import ConfigError
 from hopshard.gradients import GradientAccess, ShardedGrad
 from hopshard.hooks import attach_hooks
+from hopshard.precision import LossScaler, Precision, attach_casts, dtypes_of_parameters
 from hopshard.units import Unit, UnitChoice, split_into_units
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class DistributedModel(nn.Module):
             ``(name, module) -> bool`` or a sequence of classes and patterns. None: the items of
             ``nn.ModuleList``; without any, submodules by size.
         backward_passes_per_step: Backward passes that make one optimizer step.
+        precision: Dtypes of computation and reduction, loss scaling. None: the module's own dtypes,
+            gradients travel in fp32.
 
     Raises:
         ConfigError: no parameters, a second wrapping, parameters that share memory without being
@@ -88,6 +91,7 @@ class DistributedModel(nn.Module):
         *,
         unit: UnitChoice | None = None,
         backward_passes_per_step: int = 1,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__()
         current = world.current()
@@ -101,27 +105,54 @@ class DistributedModel(nn.Module):
             raise ConfigError(
                 f"backward_passes_per_step={backward_passes_per_step!r}: an integer of at least 1"
             )
+        precision = Precision() if precision is None else precision
+        if not isinstance(precision, Precision):
+            raise ConfigError(
+                f"precision takes a hopshard.Precision, not {type(precision).__name__}"
+            )
         units = split_into_units(module, unit, current.config.param_persistence_threshold)
+        dtypes = dtypes_of_parameters(precision, module)
         if current.config.check_consistency:
             description = _describe(module, units, backward_passes_per_step)
+            description["precision"] = repr(precision)
             check_agreement(current.groups.world, "model", description)
 
         self.module = module
         self.world = current
         self.backward_passes_per_step = backward_passes_per_step
+        self.precision = precision
+        self.loss_scaler = None if precision.loss_scale is None else LossScaler(precision)
         self._units = units
+        self._narrowed = {
+            id(parameter): parameter.dtype
+            for unit in units
+            for parameter in unit.parameters
+            if dtypes[id(parameter)] != parameter.dtype
+        }
+        """Parameters that got another dtype, by id, and the one that they had."""
         self._has_average = False
         """An average took the place of the weights; see ema.py."""
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._engine = _C.ShardEngine(
-            [_C.UnitSpec(u.name, u.parameter_names, u.parameters, u.is_persistent) for u in units],
+            [
+                _C.UnitSpec(
+                    u.name,
+                    u.parameter_names,
+                    u.parameters,
+                    u.is_persistent,
+                    [dtypes[id(parameter)] for parameter in u.parameters],
+                )
+                for u in units
+            ],
             current.groups,
             backward_passes_per_step,
             current.config.second_hop_bucket_bytes,
             current.config.prefetch_depth,
             bool(current.config.reshard_after_forward),
             current.config.simulate_delays_us > 0,
+            None if precision.reduce_dtype == torch.float32 else precision.reduce_dtype,
         )
+        self._follow_loss_scale()
         if current.config.trace_folder:
             number = next(current.model_numbers)
             trace.start(self, self._engine, current.config.trace_folder, current.rank, number)
@@ -137,6 +168,7 @@ class DistributedModel(nn.Module):
         for place in self._places:
             setattr(place.parameter, _OWNER, weakref.ref(self))
         self._broadcast_buffers()
+        attach_casts(precision, module, {id(u.module) for u in units if not u.is_persistent})
         attach_hooks(units, self._engine)
         for member in module.modules():
             _wrapped_modules.add(member)
@@ -155,10 +187,19 @@ class DistributedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """``loss.backward(gradient)``; inside ``@hopshard.step`` the mean over micro-batches."""
+        """``loss.backward(gradient)``; inside ``@hopshard.step`` the mean over micro-batches.
+
+        With ``Precision(loss_scale=...)`` the loss is scaled, so this must be called then.
+        """
         if _loss_scale.num_microbatches > 1:
             loss = loss / _loss_scale.num_microbatches
+        if self.loss_scaler is not None:
+            loss = self.loss_scaler.scaled(loss)
         loss.backward(gradient)
+
+    def _follow_loss_scale(self) -> None:
+        if self.loss_scaler is not None:
+            self._engine.set_loss_scale(self.loss_scaler.scale)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -194,9 +235,16 @@ class DistributedModel(nn.Module):
             try:
                 if wanted:
                     for parameter in unit.parameters:
-                        whole[id(parameter)] = parameter.detach().clone()
+                        dtype = self._narrowed.get(id(parameter), parameter.dtype)
+                        whole[id(parameter)] = parameter.detach().to(dtype, copy=True)
             finally:
                 self._engine.unpin(index, write_back=False)
+            if any(id(parameter) in self._narrowed for parameter in unit.parameters):
+                # The masters have more digits than what is gathered for the computation.
+                for place, values in self._engine.gather_masters(index).items():
+                    key = id(self._places[place].parameter)
+                    if key in self._narrowed:
+                        whole[key] = values.to(self._narrowed[key])
         if not wanted:
             return {}
         return {

@@ -91,9 +91,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights from the world's mean gradients. Collective: the world.
 
+        With ``Precision(loss_scale=...)`` nothing is updated where a gradient is not finite;
+        ``model.loss_scaler`` counts that.
+
         Raises:
             ScheduleError: ranks ran different units; no weight was changed.
             ConfigError: no parameter of the model ever got a gradient.
+            ConfigError: a loss scale is set and ``model.backward`` was not called.
             ShardedError: inside ``unshard`` or ``ema.applied``, or a parameter was changed in place
                 while it was gathered; nothing was updated.
         """
@@ -107,10 +111,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scaler = self._model.loss_scaler
+        if scaler is not None:
+            scaler.check_scaled(self)
         self._engine.finish_gradients()
         self._check_gradients()
         limit = self._model.world.config.gradient_clipping
-        scale = self._clip_scale(self._norm(2.0), limit) if limit > 0 else 1.0
+        # All ranks have the same sums, so they agree on whether a value is not finite.
+        norm = self._norm(2.0) if limit > 0 or scaler is not None else 0.0
+        if scaler is not None:
+            scaler.update(self, math.isfinite(norm))
+            self._model._follow_loss_scale()
+            if not math.isfinite(norm):
+                self._engine.end_step(False)
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]
+                return loss
+        scale = self._clip_scale(norm, limit) if limit > 0 else 1.0
         if not math.isfinite(scale):  # As in a single process, every weight becomes NaN.
             self._scale_gradients(scale)
             scale = 1.0
@@ -171,12 +187,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
         if rank0_only and self._model.world.rank != 0:
             return {}
-        return {"state": {n: s for n, s in sorted(state.items()) if s}, "param_groups": groups}
+        whole = {"state": {n: s for n, s in sorted(state.items()) if s}, "param_groups": groups}
+        if self._model.loss_scaler is not None:
+            whole["loss_scaler"] = self._model.loss_scaler.state_dict()
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a single process's state dict; each rank keeps its slices."""
         indices, groups = self._number_parameters()
         saved = state_dict["param_groups"]
+        scaler = self._model.loss_scaler
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
             raise ConfigError(
                 "the state dict has other parameter groups: "
@@ -192,6 +212,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update.load_state(index, state_dict["state"].get(number_of[number], {}))
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
+        if scaler is not None and "loss_scaler" in state_dict:
+            scaler.load_state_dict(state_dict["loss_scaler"])
+            self._model._follow_loss_scale()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

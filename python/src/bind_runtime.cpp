@@ -103,12 +103,13 @@ void bind_runtime(py::module_& m) {
 
   py::class_<UnitSpec>(m, "UnitSpec", "A unit as the user's model gives it.")
       .def(py::init([](std::string name, std::vector<std::string> parameter_names,
-                       std::vector<at::Tensor> parameters, bool is_persistent) {
+                       std::vector<at::Tensor> parameters, bool is_persistent,
+                       std::vector<at::ScalarType> dtypes) {
              return UnitSpec{std::move(name), std::move(parameter_names), std::move(parameters),
-                             is_persistent};
+                             is_persistent, std::move(dtypes)};
            }),
            py::arg("name"), py::arg("parameter_names"), py::arg("parameters"),
-           py::arg("is_persistent") = false)
+           py::arg("is_persistent") = false, py::arg("dtypes") = py::tuple())
       .def_readonly("name", &UnitSpec::name)
       .def_readonly("parameter_names", &UnitSpec::parameter_names);
 
@@ -127,19 +128,22 @@ void bind_runtime(py::module_& m) {
                                   "Carries a model's schedule out; one per model and rank.")
       .def(py::init([](const std::vector<UnitSpec>& units, ProcessGroups groups,
                        int backward_passes_per_step, std::int64_t second_hop_bucket_bytes,
-                       int prefetch_depth, bool reshard_after_forward, bool fills_idle_memory) {
+                       int prefetch_depth, bool reshard_after_forward, bool fills_idle_memory,
+                       std::optional<at::ScalarType> reduce_dtype) {
              const py::gil_scoped_release no_gil;
-             return Holder(
-                 new ShardEngine(units, std::move(groups),
-                                 EngineOptions{.backward_passes_per_step = backward_passes_per_step,
-                                               .second_hop_bucket_bytes = second_hop_bucket_bytes,
-                                               .prefetch_depth = prefetch_depth,
-                                               .reshard_after_forward = reshard_after_forward,
-                                               .fills_idle_memory = fills_idle_memory}));
+             return Holder(new ShardEngine(
+                 units, std::move(groups),
+                 EngineOptions{.backward_passes_per_step = backward_passes_per_step,
+                               .second_hop_bucket_bytes = second_hop_bucket_bytes,
+                               .prefetch_depth = prefetch_depth,
+                               .reshard_after_forward = reshard_after_forward,
+                               .fills_idle_memory = fills_idle_memory,
+                               .reduce_dtype = reduce_dtype.value_or(at::ScalarType::Undefined)}));
            }),
            py::arg("units"), py::arg("groups"), py::arg("backward_passes_per_step"),
            py::arg("second_hop_bucket_bytes"), py::arg("prefetch_depth"),
-           py::arg("reshard_after_forward") = true, py::arg("fills_idle_memory") = false)
+           py::arg("reshard_after_forward") = true, py::arg("fills_idle_memory") = false,
+           py::arg("reduce_dtype") = py::none())
       .def("before_root_forward", &ShardEngine::before_root_forward, release())
       .def("after_root_forward", &ShardEngine::after_root_forward, py::arg("outputs"), release())
       .def("before_forward", &ShardEngine::before_forward, py::arg("unit"), release())
@@ -149,6 +153,7 @@ void bind_runtime(py::module_& m) {
       .def("hold_second_hop", &ShardEngine::hold_second_hop, py::arg("hold"))
       .def("finish_gradients", &ShardEngine::finish_gradients, release())
       .def("zero_gradients", &ShardEngine::zero_gradients, release())
+      .def("set_loss_scale", &ShardEngine::set_loss_scale, py::arg("scale"))
       .def(
           "set_gradient_handles",
           [](ShardEngine& self, const std::vector<std::optional<at::Tensor>>& handles) {
@@ -221,6 +226,10 @@ void bind_runtime(py::module_& m) {
             return self.store().gather_full(arena_like, parameter, tag);
           },
           py::arg("arena_like"), py::arg("parameter"), py::arg("tag"), release())
+      .def(
+          "gather_masters",
+          [](ShardEngine& self, int unit) { return self.store().gather_masters(unit); },
+          py::arg("unit"), release())
       .def_property_readonly("num_units",
                              [](const ShardEngine& self) { return self.store().num_units(); })
       .def(

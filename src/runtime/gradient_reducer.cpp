@@ -28,12 +28,14 @@ constexpr std::int64_t kSmallBucketBytes = std::int64_t{1} << 20;
 
 GradientReducer::GradientReducer(ShardStore& store, CommunicatorPtr sharding,
                                  CommunicatorPtr replication, BufferPool& pool, double scale,
-                                 std::int64_t bucket_bytes, Timeline* timeline)
+                                 std::int64_t bucket_bytes, Timeline* timeline,
+                                 at::ScalarType reduce_dtype)
     : store_(store),
       sharding_(std::move(sharding)),
       replication_(std::move(replication)),
       pool_(pool),
       scale_(scale),
+      reduce_dtype_(reduce_dtype),
       bucket_bytes_(bucket_bytes),
       timeline_(timeline),
       members_(store.buffers().size()),
@@ -96,8 +98,9 @@ GradientReducer::Pending& GradientReducer::pending_flat(int buffer) {
   if (!pending.flat.defined()) {
     const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(buffer)];
     const std::int64_t numel = owner.flat->layout().numel();
-    pending.block = pool_.take(numel * owner.master.element_size());
-    pending.flat = at::from_blob(pending.block.data, {numel}, owner.master.options());
+    const at::ScalarType dtype = dtype_on_wire(*sharding_, owner.master.scalar_type());
+    pending.block = pool_.take(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
+    pending.flat = at::from_blob(pending.block.data, {numel}, owner.master.options().dtype(dtype));
   }
   return pending;
 }
@@ -137,10 +140,11 @@ void GradientReducer::take(int parameter) {
   const at::Tensor flat = pending_flat(place.buffer).flat;
   at::Tensor view = owner.flat->view_of(flat, place.position);
   const at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
+  const double scale = scale_ / loss_scale_ * wire_scale(flat.scalar_type());
   if (was_taken_[static_cast<std::size_t>(parameter)]) {
-    view.add_(dense, scale_);
+    view.add_(dense, scale);
   } else {
-    copy_scaled(view, dense, scale_);
+    copy_scaled(view, dense, scale);
   }
   was_taken_[static_cast<std::size_t>(parameter)] = true;
   has_gradient_[static_cast<std::size_t>(parameter)] = true;
@@ -163,14 +167,20 @@ void GradientReducer::reduce(int unit, bool is_final) {
     while (in_flight_.size() >= kMostInFlight) {
       finish_oldest();
     }
-    WorkPtr work = reduce_into_shard(*sharding_, pending.flat, shard,
-                                     /*accumulate=*/sum.holds[static_cast<std::size_t>(buffer)],
-                                     "reduce/" + store_.unit_name(unit));
+    const bool accumulates = sum.holds[static_cast<std::size_t>(buffer)];
+    Narrow narrow;
+    if (pending.flat.scalar_type() != shard.scalar_type()) {
+      narrow = make_narrow(shard);
+    }
+    const bool is_narrow = narrow.values.defined();
+    WorkPtr work = reduce_into_shard(*sharding_, pending.flat, is_narrow ? narrow.values : shard,
+                                     accumulates && !is_narrow, "reduce/" + store_.unit_name(unit));
     sum.holds[static_cast<std::size_t>(buffer)] = true;
     pending.flat.reset();
     work = watched(timeline_, TimelineLane::kReduce, "hop 1 " + store_.unit_name(unit),
                    std::move(work));
-    in_flight_.push_back({std::move(work), std::exchange(pending.block, {}), buffer, is_final});
+    in_flight_.push_back({std::move(work), std::exchange(pending.block, {}), buffer, is_final,
+                          std::move(narrow), accumulates});
     for (const int parameter : members_[static_cast<std::size_t>(buffer)]) {
       was_taken_[static_cast<std::size_t>(parameter)] = false;
     }
@@ -185,9 +195,11 @@ void GradientReducer::finish_oldest() {
     oldest.work->wait();
   } catch (...) {
     pool_.give_back(oldest.block);
+    pool_.give_back(oldest.narrow.block);
     throw;
   }
   pool_.give_back(oldest.block);
+  end_narrow(oldest.narrow, oldest.accumulates);
   if (hops_early_ && oldest.is_final) {
     collect(oldest.buffer);
     if (filled_bytes_ >= early_bucket_bytes_) {
@@ -207,9 +219,13 @@ std::exception_ptr GradientReducer::abandon_reductions() noexcept {
   for (const Reduction& reduction : std::exchange(in_flight_, {})) {
     cause = find_cause(*reduction.work, cause);
     pool_.give_back(reduction.block);
+    pool_.give_back(reduction.narrow.block);
   }
-  for (const WorkPtr& work : std::exchange(second_hops_, {})) {
-    cause = find_cause(*work, cause);
+  for (const SecondHop& hop : std::exchange(second_hops_, {})) {
+    for (const WorkPtr& work : hop.works) {
+      cause = find_cause(*work, cause);
+    }
+    pool_.give_back(hop.narrow.block);
   }
   return cause;
 }
@@ -256,19 +272,66 @@ void GradientReducer::issue_bucket() {
   for (const Range& range : std::exchange(bucket_, {})) {
     const at::Tensor part = target().arenas[static_cast<std::size_t>(range.arena)].narrow(
         0, range.begin, range.end - range.begin);
-    for (WorkPtr& work : sum_over_replicas(*replication_, part, bucket_bytes_, "second_hop/all")) {
-      second_hops_.push_back(
-          watched(timeline_, TimelineLane::kSecondHop, "hop 2", std::move(work)));
+    SecondHop hop;
+    const at::ScalarType dtype = dtype_on_wire(*replication_, part.scalar_type());
+    if (dtype != part.scalar_type()) {
+      hop.narrow = make_narrow(part);
+      copy_scaled(hop.narrow.values, part, hop.narrow.scale);
     }
+    for (WorkPtr& work :
+         sum_over_replicas(*replication_, hop.narrow.values.defined() ? hop.narrow.values : part,
+                           bucket_bytes_, "second_hop/all")) {
+      hop.works.push_back(watched(timeline_, TimelineLane::kSecondHop, "hop 2", std::move(work)));
+    }
+    second_hops_.push_back(std::move(hop));
   }
   filled_bytes_ = 0;
 }
 
 void GradientReducer::settle() {
   finish_reductions();
-  for (const WorkPtr& work : std::exchange(second_hops_, {})) {
-    work->wait();
+  while (!second_hops_.empty()) {
+    const SecondHop hop = std::move(second_hops_.front());
+    second_hops_.pop_front();
+    try {
+      for (const WorkPtr& work : hop.works) {
+        work->wait();
+      }
+    } catch (...) {
+      pool_.give_back(hop.narrow.block);
+      throw;
+    }
+    end_narrow(hop.narrow, /*accumulates=*/false);
   }
+}
+
+at::ScalarType GradientReducer::dtype_on_wire(const Communicator& group,
+                                              at::ScalarType wide) const {
+  const bool is_narrow =
+      reduce_dtype_ != at::ScalarType::Undefined && wide == at::kFloat && group.size() > 1;
+  return is_narrow ? reduce_dtype_ : wide;
+}
+
+double GradientReducer::wire_scale(at::ScalarType dtype) const {
+  return dtype == at::kHalf ? loss_scale_ : 1;
+}
+
+GradientReducer::Narrow GradientReducer::make_narrow(const at::Tensor& wide) {
+  Narrow narrow{.block = {}, .values = {}, .wide = wide, .scale = wire_scale(reduce_dtype_)};
+  const auto itemsize = static_cast<std::int64_t>(c10::elementSize(reduce_dtype_));
+  narrow.block = pool_.take(wide.numel() * itemsize);
+  narrow.values =
+      at::from_blob(narrow.block.data, {wide.numel()}, wide.options().dtype(reduce_dtype_));
+  return narrow;
+}
+
+void GradientReducer::end_narrow(const Narrow& narrow, bool accumulates) {
+  if (narrow.values.defined() && accumulates) {
+    narrow.wide.add_(narrow.values, 1 / narrow.scale);
+  } else if (narrow.values.defined()) {
+    copy_scaled(narrow.wide, narrow.values, 1 / narrow.scale);
+  }
+  pool_.give_back(narrow.block);
 }
 
 bool GradientReducer::has_leftover(int unit) const {

@@ -6,7 +6,7 @@
 namespace hopshard {
 
 /// to = from * scale, in the precision of `to`. Any strides.
-/// @param to    float or double.
+/// @param to    any floating dtype.
 /// @param from  same shape; one pass where it lies in the same order as `to`, which gradients do.
 void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale);
 

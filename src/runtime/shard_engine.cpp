@@ -84,9 +84,9 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
     traits.push_back({.is_trainable = store_->is_trainable(unit), .residency = residency});
   }
   schedule_ = std::make_unique<Schedule>(std::move(traits), options_.prefetch_depth);
-  reducer_ = std::make_unique<GradientReducer>(*store_, groups_.sharding, groups_.replication,
-                                               pool_, 1.0 / groups_.world->size(),
-                                               options_.second_hop_bucket_bytes, &timeline_);
+  reducer_ = std::make_unique<GradientReducer>(
+      *store_, groups_.sharding, groups_.replication, pool_, 1.0 / groups_.world->size(),
+      options_.second_hop_bucket_bytes, &timeline_, options_.reduce_dtype);
 
   const auto& parameters = store_->parameters();
   num_missing_.assign(static_cast<std::size_t>(store_->num_units()), 0);

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
 
@@ -142,9 +143,11 @@ ShardStore::~ShardStore() {
 void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
   // Trainable before frozen, then by dtype; a map, so that all ranks agree.
   std::map<std::tuple<bool, int>, std::vector<std::size_t>> members;
+  const auto dtype_of = [&](std::size_t i) {
+    return spec.dtypes.empty() ? spec.parameters[i].scalar_type() : spec.dtypes.at(i);
+  };
   for (std::size_t i = 0; i < spec.parameters.size(); ++i) {
-    const at::Tensor& parameter = spec.parameters[i];
-    members[{!parameter.requires_grad(), static_cast<int>(parameter.scalar_type())}].push_back(i);
+    members[{!spec.parameters[i].requires_grad(), static_cast<int>(dtype_of(i))}].push_back(i);
   }
   for (const auto& [key, indices] : members) {
     std::vector<at::Tensor> parameters;
@@ -156,27 +159,34 @@ void ShardStore::add_buffers_of(int unit, const UnitSpec& spec) {
     // FlatBuffer points the parameters at placeholders: hold on to their values until they are
     // in the flat buffer. Rank 0's travel; the others' buffers are overwritten.
     std::vector<at::Tensor> values;
+    const auto dtype = static_cast<at::ScalarType>(std::get<1>(key));
+    at::ScalarType initial_dtype = dtype;
     for (const at::Tensor& parameter : parameters) {
       values.push_back(parameter.variable_data());
+      if (parameter.scalar_type() != dtype) {
+        initial_dtype = master_dtype_of(dtype);  // Masters keep the digits.
+        parameter.set_data(at::empty_strided(parameter.sizes(), parameter.strides(),
+                                             parameter.options().dtype(dtype)));
+      }
     }
     ShardedBuffer buffer;
     buffer.unit = unit;
     buffer.is_trainable = !std::get<0>(key);
     buffer.flat = std::make_unique<FlatBuffer>(parameters, names, sharding_->size());
-    const ScopedBlock memory(pool_, buffer.flat->nbytes());
-    buffer.flat->attach(memory.data());
-    buffer.flat->whole().zero_();
+    const FlatLayout& layout = buffer.flat->layout();
+    const auto itemsize = static_cast<std::int64_t>(c10::elementSize(initial_dtype));
+    const ScopedBlock memory(pool_, layout.numel() * itemsize);
+    const at::Tensor whole =
+        at::from_blob(memory.data(), {layout.numel()}, at::TensorOptions().dtype(initial_dtype));
+    whole.zero_();
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const_cast<at::Tensor&>(buffer.flat->view(static_cast<int>(i))).copy_(values[i]);
+      buffer.flat->view_of(whole, static_cast<int>(i)).copy_(values[i]);
       values[i].reset();
     }
-    world_->broadcast(buffer.flat->whole(), 0, {.timeout = {}, .tag = "initial/" + spec.name})
-        ->wait();
-    const std::int64_t slice_numel = buffer.flat->layout().slice_numel();
-    buffer.shard = buffer.flat->whole()
-                       .narrow(0, sharding_->group().my_slot() * slice_numel, slice_numel)
-                       .clone();
-    buffer.flat->detach();
+    world_->broadcast(whole, 0, {.timeout = {}, .tag = "initial/" + spec.name})->wait();
+    buffer.shard =
+        whole.narrow(0, sharding_->group().my_slot() * layout.slice_numel(), layout.slice_numel())
+            .clone();
     if (secondary_ && !spec.is_persistent) {
       buffer.secondary = secondary_->allocate(buffer.flat->nbytes() / secondary_->size())
                              .view(buffer.flat->dtype());
@@ -387,19 +397,46 @@ void ShardStore::write_piece(const at::Tensor& arena_like, int parameter,
 
 at::Tensor ShardStore::gather_full(const at::Tensor& arena_like, int parameter,
                                    const std::string& tag) {
-  const at::NoGradGuard no_grad;
   const ParameterPlace& where = place(parameter);
   const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(where.buffer)];
   HOPSHARD_CHECK(buffer.is_trainable, InvalidArgument, "parameter '", where.name, "' is frozen");
+  at::Tensor full;
+  gather_flat(buffer, arena_like, tag + "/" + where.name, [&](const at::Tensor& flat) {
+    full = buffer.flat->view_of(flat, where.position).clone();
+  });
+  return full;
+}
+
+std::map<int, at::Tensor> ShardStore::gather_masters(int unit) {
+  std::map<int, at::Tensor> masters;
+  for (const int index : buffers_of(unit)) {
+    const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
+    if (!buffer.is_trainable) {
+      continue;
+    }
+    const at::Tensor& arena = arenas_[static_cast<std::size_t>(buffer.arena)];
+    gather_flat(buffer, arena, "masters/" + unit_name(unit), [&](const at::Tensor& flat) {
+      for (std::size_t i = 0; i < places_.size(); ++i) {
+        if (places_[i].buffer == index) {
+          masters[static_cast<int>(i)] = buffer.flat->view_of(flat, places_[i].position).clone();
+        }
+      }
+    });
+  }
+  return masters;
+}
+
+void ShardStore::gather_flat(const ShardedBuffer& buffer, const at::Tensor& arena_like,
+                             const std::string& tag,
+                             const std::function<void(const at::Tensor& flat)>& use) {
+  const at::NoGradGuard no_grad;
   const FlatLayout& layout = buffer.flat->layout();
   const ScopedBlock block(pool_, layout.numel() * arena_like.element_size());
   const at::Tensor flat = at::from_blob(block.data(), {layout.numel()},
                                         at::TensorOptions().dtype(arena_like.scalar_type()));
-  sharding_
-      ->all_gather(flat, arena_like.narrow(0, buffer.arena_begin, layout.slice_numel()),
-                   {.timeout = {}, .tag = tag + "/" + where.name})
-      ->wait();
-  return buffer.flat->view_of(flat, where.position).clone();
+  const at::Tensor slice = arena_like.narrow(0, buffer.arena_begin, layout.slice_numel());
+  sharding_->all_gather(flat, slice, {.timeout = {}, .tag = tag})->wait();
+  use(flat);
 }
 
 std::int64_t ShardStore::persistent_bytes() const {

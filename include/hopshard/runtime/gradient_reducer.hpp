@@ -12,6 +12,10 @@
 // bucket's hop 2 is issued while the backward goes on. Where a bucket ends, and between which other
 // collectives it is issued, depends on the order of the reductions alone, so it is the same on all
 // ranks. A begun hop 2 must be completed before anything else is added to the sum.
+//
+// [Note: a narrow wire]
+// With a reduce dtype, what travels is rounded to it; sums are fp32, in the transport and in the
+// arenas. What a group of one rank would reduce does not travel and is not rounded.
 // Next: shard_engine.hpp.
 #pragma once
 
@@ -34,10 +38,16 @@ class GradientReducer {
   /// @param scale         applied to each gradient as it is taken: 1 / n for the world's mean.
   /// @param bucket_bytes  the most that one all-reduce of hop 2 moves.
   /// @param timeline      null, or where both hops are watched.
+  /// @param reduce_dtype  16 bit: what travels of fp32 sums; see the note. Undefined: as it is.
   GradientReducer(ShardStore& store, CommunicatorPtr sharding, CommunicatorPtr replication,
                   BufferPool& pool, double scale, std::int64_t bucket_bytes,
-                  Timeline* timeline = nullptr);
+                  Timeline* timeline = nullptr,
+                  at::ScalarType reduce_dtype = at::ScalarType::Undefined);
   ~GradientReducer();
+
+  /// Losses of the backwards to come are multiplied by `scale`, which the sums must not be. It
+  /// stays on what travels as fp16, whose smallest numbers are large.
+  void set_loss_scale(double scale) noexcept { loss_scale_ = scale; }
 
   /// Moves the parameter's `grad` into its unit's flat gradient and clears it.
   void take(int parameter);
@@ -88,11 +98,24 @@ class GradientReducer {
     at::Tensor flat;  // Undefined: no gradient since the last reduction. Else what was taken has
                       // values, and nothing else.
   };
+  /// What a wide tensor sends, or gets, in the reduce dtype.
+  struct Narrow {
+    PoolBlock block;
+    at::Tensor values;
+    at::Tensor wide;
+    double scale = 1;  // Of the values; the wide tensor has none.
+  };
   struct Reduction {
     WorkPtr work;
     PoolBlock block;  // Its flat gradient.
     int buffer = 0;
     bool is_final = false;
+    Narrow narrow;  // Defined: what is to be added to the sum, or becomes it.
+    bool accumulates = false;
+  };
+  struct SecondHop {
+    std::vector<WorkPtr> works;
+    Narrow narrow;  // Defined: what becomes the sum.
   };
   struct Range {
     int arena = 0;
@@ -104,6 +127,10 @@ class GradientReducer {
   void finish_reductions();
   void collect(int buffer);
   void issue_bucket();
+  [[nodiscard]] at::ScalarType dtype_on_wire(const Communicator& group, at::ScalarType wide) const;
+  [[nodiscard]] double wire_scale(at::ScalarType dtype) const;
+  Narrow make_narrow(const at::Tensor& wide);
+  void end_narrow(const Narrow& narrow, bool accumulates);
   void forget_hops();
   void settle();
   void allocate(Sum& sum) const;
@@ -119,6 +146,8 @@ class GradientReducer {
   CommunicatorPtr replication_;
   BufferPool& pool_;
   double scale_;
+  double loss_scale_ = 1;
+  at::ScalarType reduce_dtype_;
   std::int64_t bucket_bytes_;
   Timeline* timeline_;
   std::int64_t early_bucket_bytes_ = 0;
@@ -130,7 +159,7 @@ class GradientReducer {
   std::vector<bool> is_collected_;  // By buffer: in a bucket.
   Bucket bucket_;
   std::int64_t filled_bytes_ = 0;
-  std::vector<WorkPtr> second_hops_;
+  std::deque<SecondHop> second_hops_;
   Sum first_;
   Sum second_;
   bool is_open_ = false;

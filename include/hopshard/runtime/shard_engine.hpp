@@ -28,6 +28,8 @@ struct EngineOptions {
   int prefetch_depth = 1;             ///< Units gathered ahead of their use.
   bool reshard_after_forward = true;  ///< False: gathered until the end of the backward.
   bool fills_idle_memory = false;     ///< With NaN: BufferPool.
+  /// What travels of gradients (GradientReducer): 16 bit, or Undefined: fp32.
+  at::ScalarType reduce_dtype = at::ScalarType::Undefined;
 };
 
 /// Wall time and memory since construction, of this rank.
@@ -77,6 +79,7 @@ class ShardEngine {
   /// @throws ScheduleError
   bool finish_gradients();
   void zero_gradients();
+  void set_loss_scale(double scale) noexcept { reducer_->set_loss_scale(scale); }
   /// Replaces a gradient by a full tensor that is equal on all ranks. Not collective.
   void set_gradient(int parameter, const at::Tensor& full);
   /// What `param.grad` shows after a backward: one tensor per parameter, undefined for frozen

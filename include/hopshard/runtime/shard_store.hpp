@@ -16,6 +16,8 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +35,9 @@ struct UnitSpec {
   std::vector<std::string> parameter_names;  ///< As in module.named_parameters().
   std::vector<at::Tensor> parameters;        ///< The user's parameters, on this rank's device.
   bool is_persistent = false;                ///< Gathered once per step, and stays.
+  /// Of the computation, by parameter; empty: what they have. A parameter gets this dtype, and its
+  /// master the values that it had.
+  std::vector<at::ScalarType> dtypes = {};
 };
 
 /// A unit's parameters of one dtype and trainability.
@@ -126,6 +131,8 @@ class ShardStore {
   /// Collective over `sharding`: the full tensor whose pieces lie in `arena_like`.
   [[nodiscard]] at::Tensor gather_full(const at::Tensor& arena_like, int parameter,
                                        const std::string& tag);
+  /// Collective over `sharding`: the unit's trainable parameters as the masters hold them.
+  [[nodiscard]] std::map<int, at::Tensor> gather_masters(int unit);
   /// Bytes that stay: shards, masters.
   [[nodiscard]] std::int64_t persistent_bytes() const;
   /// Users of the parameters see that their values changed.
@@ -134,6 +141,8 @@ class ShardStore {
  private:
   void make_arenas();
   void move_shard(ShardedBuffer& buffer, at::Tensor to) const;
+  void gather_flat(const ShardedBuffer& buffer, const at::Tensor& arena_like,
+                   const std::string& tag, const std::function<void(const at::Tensor& flat)>& use);
   void wait_for_gather(ShardedBuffer& buffer) const;
   [[nodiscard]] at::Tensor allocate_shard(std::int64_t numel, at::ScalarType dtype) const;
   void add_buffers_of(int unit, const UnitSpec& spec);
