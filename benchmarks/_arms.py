@@ -116,6 +116,8 @@ def choose_arms(
 
 
 def _why_not(arm: Arm, ranks: int) -> str | None:
+    if arm.name == "hopshard_node" and arm.degree < 4:
+        return f"hopshard_node of degree {arm.degree} is hopshard"
     if ranks % arm.degree != 0:
         return f"degree {arm.degree} does not divide {ranks} ranks"
     if arm.name.startswith("hsdp") and not 1 < arm.degree < ranks:
@@ -204,6 +206,8 @@ def build_hopshard(arm: Arm, workload: Workload, kind: OptimizerKind) -> Trainer
         options["backend"] = "c10d"
     if arm.name == "hopshard_keep":
         options["reshard_after_forward"] = False
+    if arm.name == "hopshard_node":
+        options["reshard_after_forward"] = arm.degree // 2  # Of the two nodes of the presets.
     world = hs.init(
         sharded_data_parallel_degree=arm.degree,
         gradient_clipping=MAX_NORM if kind == "adamw" else 0.0,
@@ -387,6 +391,7 @@ KINDS: Final = {
     "hopshard": Kind(build_hopshard, takes_degree=True),
     "hopshard_gloo": Kind(build_hopshard, takes_degree=True),
     "hopshard_keep": Kind(build_hopshard, takes_degree=True),
+    "hopshard_node": Kind(build_hopshard, takes_degree=True),
     "ddp": Kind(build_ddp, shards=False),
     "fsdp2": Kind(build_sharded),
     "fsdp2_keep": Kind(functools.partial(build_sharded, keep=True)),

@@ -72,6 +72,7 @@ _SLOW: Final = Case(SLOW, "fp32", 4)
 
 _TWO: Final = ("hopshard", 2)
 _FOUR: Final = ("hopshard", 4)
+_NODE: Final = ("hopshard_node", 4)
 _FSDP2: Final = ("fsdp2", 4)
 _KEEP: Final = ("fsdp2_keep", 4)
 _HSDP: Final = ("hsdp", 2)
@@ -103,6 +104,9 @@ CLUSTER: Final = (
     Promise(_FAST_SINGLE, _FOUR, _FSDP2, 0.45),
     Promise(_FAST, _FOUR, _FSDP2, 0.43),
     Promise(_FAST, _FOUR, _KEEP, 0.43),
+    Promise(_FAST_SINGLE, _NODE, _FSDP2, 0.45),
+    Promise(_FAST, _NODE, _FSDP2, 0.43),
+    Promise(_FAST, _NODE, _KEEP, 0.43),
 )
 
 

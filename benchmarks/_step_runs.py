@@ -108,7 +108,7 @@ PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
     "cluster": (
         (
             Run(
-                ("hopshard", *_PEERS, "hsdp_two_hop", "zero3"),
+                ("hopshard", "hopshard_node", *_PEERS, "hsdp_two_hop", "zero3"),
                 (2, 4),
                 accumulation=4,
                 rate="1gbit",
@@ -117,7 +117,7 @@ PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
                 verified_steps=2,
             ),
             Run(
-                ("hopshard", "fsdp2", "fsdp2_keep"),
+                ("hopshard", "hopshard_node", "fsdp2", "fsdp2_keep"),
                 (4,),
                 accumulation=1,
                 rate="1gbit",

@@ -418,8 +418,8 @@ def make_rows(
 
 
 def _is_same(reason: str) -> bool:
-    """HSDP that would be another arm is no loss."""
-    return reason.startswith("HSDP of degree")
+    """What would be another arm is no loss."""
+    return reason.startswith(("HSDP of degree", "hopshard_node of degree"))
 
 
 def _say(text: str) -> None:

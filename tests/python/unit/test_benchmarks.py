@@ -298,6 +298,9 @@ def test_the_goals_are_those_of_the_project() -> None:
         (f"{fast}, accumulation 1: step of hopshard@4 over fsdp2@4", 0.45),
         (f"{fast}, accumulation 4: step of hopshard@4 over fsdp2@4", 0.43),
         (f"{fast}, accumulation 4: step of hopshard@4 over fsdp2_keep@4", 0.43),
+        (f"{fast}, accumulation 1: step of hopshard_node@4 over fsdp2@4", 0.45),
+        (f"{fast}, accumulation 4: step of hopshard_node@4 over fsdp2@4", 0.43),
+        (f"{fast}, accumulation 4: step of hopshard_node@4 over fsdp2_keep@4", 0.43),
     ]
 
 
