@@ -624,8 +624,8 @@ class ShardEngine:
     def set_gradient_handles(self, handles: Sequence[torch.Tensor | None]) -> None:
         """What ``param.grad`` shows after a backward, by parameter; None for frozen ones."""
 
-    def has_gradient(self, parameter: int) -> bool:
-        """Some rank had a gradient: exact after ``finish_gradients``."""
+    def gradient_flags(self) -> bytes:
+        """By parameter, 1 if some rank had a gradient: exact after ``finish_gradients``."""
 
     def set_gradient(self, parameter: int, full: torch.Tensor) -> None:
         """Replaces a gradient by a full tensor that is equal on all ranks. Not collective."""
@@ -777,6 +777,9 @@ class ShardUpdate:
     @property
     def passes(self) -> list[Segment]:
         """One kernel call each."""
+
+    def advance(self) -> None:
+        """The next step of the same segments: all of them are one update older."""
 
     def adam(
         self,

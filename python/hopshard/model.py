@@ -467,7 +467,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if not model._places[index].is_trainable:
         raise ConfigError(f"full_grad: parameter '{model._places[index].name}' is frozen")
     model._gradients.finish()
-    return model._gradients.full(index) if model._engine.has_gradient(index) else None
+    return model._gradients.full(index) if model._engine.gradient_flags()[index] else None
 
 
 @contextmanager

@@ -271,8 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_gradients(self) -> None:
         if self._saw_gradient:
             return
-        indices = range(len(self._model._places))
-        self._saw_gradient = any(self._engine.has_gradient(i) for i in indices)
+        self._saw_gradient = any(self._engine.gradient_flags())
         if not self._saw_gradient:
             raise ConfigError(
                 "no parameter of the wrapped model has a gradient: the loss must come from a "

@@ -119,7 +119,12 @@ class _Fused(Update):
         replication = self.engine.groups.replication
         self.parts = [_Part(m.numel(), replication, self.divided) for m in masters]
         self.moments: dict[str, list[torch.Tensor]] = {name: [] for name in self.moment_names}
-        self.steps = dict.fromkeys(self.group_of, 0)
+        # The updates of the last steps, what they were built from, and how many steps they have
+        # counted that `steps` has not.
+        self.updates: list[_C.ShardUpdate] = []
+        self.flags = b""
+        self.num_unbooked = 0
+        self._steps = dict.fromkeys(self.group_of, 0)
         trainable = [i for i, place in enumerate(self.places) if place.is_trainable]
         self.by_arena = [
             [i for i in trainable if self.engine.arena_of(i) == arena]
@@ -133,11 +138,32 @@ class _Fused(Update):
             for i in trainable
         }
 
+    @property
+    def steps(self) -> dict[int, int]:
+        """Updates so far, by parameter. Whoever asks may change them: updates are built anew."""
+        if self.num_unbooked:
+            for index in self.group_of:
+                self._steps[index] += self.num_unbooked * self.flags[index]
+            self.flags, self.num_unbooked = b"", 0
+        return self._steps
+
     def _advance(self) -> list[_C.ShardUpdate]:
-        """Counts this step for the parameters that have a gradient."""
-        active = {i for i in self.group_of if self.engine.has_gradient(i)}
-        for index in active:
-            self.steps[index] += 1
+        """Counts this step for the parameters that have a gradient.
+
+        A steady step looks at no single parameter.
+        """
+        flags = self.engine.gradient_flags()
+        if flags == self.flags:
+            for update in self.updates:
+                update.advance()
+        else:
+            self.updates = self._updates_of(flags)
+            self.flags = flags
+        self.num_unbooked += 1
+        return self.updates
+
+    def _updates_of(self, has_gradient: bytes) -> list[_C.ShardUpdate]:
+        steps = self.steps
         updates = []
         for part, indices in zip(self.parts, self.by_arena, strict=True):
             segments = []
@@ -146,9 +172,9 @@ class _Fused(Update):
                 end = min(self.extent[i][1], part.end) - part.begin
                 # A parameter without a piece here lies between its neighbours: leave it out.
                 if begin < end:
-                    group = self.group_of[i] if i in active else _C.Segment.SKIPPED
-                    step = self.steps[i] if i in active else 1
-                    segments.append(_C.Segment(begin, end, group, step))
+                    skipped = _C.Segment.SKIPPED
+                    group = self.group_of.get(i, skipped) if has_gradient[i] else skipped
+                    segments.append(_C.Segment(begin, end, group, steps.get(i, 0) + 1))
             updates.append(_C.ShardUpdate(part.end - part.begin, segments))
         return updates
 
@@ -286,7 +312,7 @@ class FusedSgd(_Fused):
         ]
         if not self.moments["momentum_buffer"] and any(s.momentum for s in settings):
             self._allocate_moments()
-            self.steps = dict.fromkeys(self.steps, 0)
+            self.steps.update(dict.fromkeys(self.group_of, 0))
         buffers: Sequence[torch.Tensor | None] = self.moments["momentum_buffer"] or [None] * len(
             self.masters
         )
@@ -343,10 +369,11 @@ class Pieces(Update):
         if scale != 1.0:
             for arena in gradients:
                 arena.mul_(scale)
+        has_gradient = self.engine.gradient_flags()
         for index, piece in self.pieces.items():
             piece.grad = (
                 self.engine.piece_of(gradients[self.engine.arena_of(index)], index)
-                if self.engine.has_gradient(index)
+                if has_gradient[index]
                 else None
             )
         originals = [group["params"] for group in self.optimizer.param_groups]

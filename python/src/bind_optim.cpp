@@ -262,6 +262,7 @@ void bind_shard_update(py::module_& m) {
            py::arg("arena_numel"), py::arg("segments"))
       .def_property_readonly("arena_numel", &ShardUpdate::arena_numel)
       .def_property_readonly("passes", &ShardUpdate::passes)
+      .def("advance", &ShardUpdate::advance)
       .def("adam", &update_adam, py::arg("master"), py::arg("grad"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("settings"), py::arg("grad_scale") = 1.0,
            py::arg("bf16_shard") = py::none(), no_gil)

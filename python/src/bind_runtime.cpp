@@ -164,7 +164,14 @@ void bind_runtime(py::module_& m) {
             self.set_gradient_handles(std::move(tensors));
           },
           py::arg("handles"))
-      .def("has_gradient", &ShardEngine::has_gradient, py::arg("parameter"))
+      .def("gradient_flags",
+           [](const ShardEngine& self) {
+             std::string flags(self.store().parameters().size(), '\0');
+             for (std::size_t i = 0; i < flags.size(); ++i) {
+               flags[i] = self.has_gradient(static_cast<int>(i)) ? '\1' : '\0';
+             }
+             return py::bytes(flags);
+           })
       .def("set_gradient", &ShardEngine::set_gradient, py::arg("parameter"), py::arg("full"),
            release())
       .def("end_step", &ShardEngine::end_step, py::arg("stepped"),

@@ -125,6 +125,11 @@ ShardUpdate::ShardUpdate(std::int64_t arena_numel, std::span<const Segment> segm
                  ") is outside an arena of ", arena_numel, " elements");
 }
 
+void ShardUpdate::advance() noexcept {
+  for (Segment& pass : exact_passes_) ++pass.step;
+  for (Segment& pass : passes_) ++pass.step;
+}
+
 void ShardUpdate::adam(std::span<float> master, std::span<const float> grad,
                        std::span<float> exp_avg, std::span<float> exp_avg_sq,
                        std::span<const AdamSettings> settings, double grad_scale,

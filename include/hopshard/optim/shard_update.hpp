@@ -41,7 +41,8 @@ enum class Padding { kKeepOut, kSwallow };
 [[nodiscard]] std::vector<Segment> merge_segments(std::span<const Segment> segments,
                                                   Padding padding = Padding::kSwallow);
 
-/// The kernel calls of one step, merged once and applied to as many arenas of that shape as asked.
+/// The kernel calls of one step, merged once and applied to as many arenas of that shape, and in as
+/// many steps in a row, as asked.
 class ShardUpdate {
  public:
   /// @param arena_numel  elements of every buffer that is passed later.
@@ -51,6 +52,9 @@ class ShardUpdate {
   [[nodiscard]] std::int64_t arena_numel() const noexcept { return arena_numel_; }
   /// One kernel call each; a steady step has one per run of equal groups.
   [[nodiscard]] const std::vector<Segment>& passes() const noexcept { return passes_; }
+
+  /// The next step of the same segments: all of them are one update older.
+  void advance() noexcept;
 
   /// adam_step on every pass, with `settings[pass.group]`.
   /// @param master, grad, exp_avg, exp_avg_sq  whole arenas; padding must hold zeros.

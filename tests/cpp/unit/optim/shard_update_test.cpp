@@ -121,6 +121,32 @@ TEST(ShardUpdate, ASteadyStepIsOnePassPerGroup) {
             (Segments{{0, 599 * 64 + 33, 0, 12}, {600 * 64, 999 * 64 + 33, 1, 12}}));
 }
 
+TEST(ShardUpdate, AdvancingMakesEveryPassOneUpdateOlder) {
+  const auto segments = [](std::int64_t step) {
+    return Segments{{0, 8, 0, step},
+                    {8, 16, 0, step + 5},
+                    {16, 24, Segment::kSkipped, 0},
+                    {24, 28, 0, step},
+                    {32, 40, 0, step}};
+  };
+  for (const double eps : {1e-8, 0.0}) {  // 0 keeps padding out, in passes of its own.
+    const std::vector<AdamSettings> settings{{.eps = eps}};
+    std::vector<float> master(40, 1.0F), exp_avg(40), exp_avg_sq(40);
+    auto other_master = master, other_avg = exp_avg, other_avg_sq = exp_avg_sq;
+    const std::vector<float> grad(40, 0.5F);
+    ShardUpdate update(40, segments(1));
+    for (std::int64_t step = 1; step <= 3; ++step) {
+      const ShardUpdate anew(40, segments(step));
+      EXPECT_EQ(update.passes(), anew.passes());
+      update.adam(std::span<float>(master), grad, exp_avg, exp_avg_sq, settings);
+      anew.adam(std::span<float>(other_master), grad, other_avg, other_avg_sq, settings);
+      update.advance();
+    }
+    EXPECT_EQ(master, other_master);
+    EXPECT_EQ(exp_avg_sq, other_avg_sq);
+  }
+}
+
 TEST(ShardUpdate, ChecksEverythingBeforeTheFirstWrite) {
   std::vector<float> ones(16, 1.0F);
   auto master = ones, exp_avg = ones, exp_avg_sq = ones;
