@@ -763,6 +763,16 @@ class Segment:
     step: int
     def __eq__(self, other: object) -> bool: ...
 
+class StochasticRounding:
+    """Where the random bits come from that round fp32 moments to bf16.
+
+    They follow from these, the step and the element. ``stream`` tells apart what should not share
+    bits; ``first_element`` is the index of an arena's first one.
+    """
+
+    def __init__(self, *, seed: int = 0, stream: int = 0, first_element: int = 0) -> None: ...
+    def __eq__(self, other: object) -> bool: ...
+
 class ShardUpdate:
     """The kernel calls of one step, merged once and applied to arenas of that shape.
 
@@ -790,7 +800,10 @@ class ShardUpdate:
         settings: Sequence[AdamSettings],
         grad_scale: float = 1.0,
         bf16_shard: torch.Tensor | None = None,
-    ) -> None: ...
+        rounding: StochasticRounding | None = None,
+    ) -> None:
+        """``rounding``: moments are bf16, masters fp32."""
+
     def sgd(
         self,
         master: torch.Tensor,
@@ -798,6 +811,7 @@ class ShardUpdate:
         momentum_buffer: torch.Tensor | None,
         settings: Sequence[SgdSettings],
         grad_scale: float = 1.0,
+        rounding: StochasticRounding | None = None,
     ) -> None: ...
 
 def merge_segments(segments: Sequence[Segment], swallow_padding: bool = True) -> list[Segment]:

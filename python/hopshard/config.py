@@ -131,6 +131,14 @@ class Config(BaseModel):
     divided over the world. The latter saves memory and costs a broadcast of each replica's part of
     the weights after every step. Adam, AdamW and SGD."""
 
+    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How the optimizer's moments are kept. ``bf16`` halves their memory: they are read to fp32,
+    updated there, and rounded stochastically as they are stored. Adam, AdamW and SGD, parameters
+    in fp32, bf16 or fp16."""
+
+    optimizer_state_seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    """Of the random bits that round moments to ``bf16``. Runs with equal seeds repeat exactly."""
+
     trace_folder: str = ""
     """Folder where every rank writes a trace of its models when they or the process end; see
     ``hopshard trace``. Empty: none. Ranks may differ. Environment: ``HOPSHARD_TRACE_FOLDER``."""

@@ -115,9 +115,27 @@ class _Fused(Update):
         super().__init__(optimizer, model)
         masters = self.engine.master_arenas()
         self.masters = masters
-        self.divided = model.world.config.optimizer_state_sharding == "world"
+        config = model.world.config
+        self.divided = config.optimizer_state_sharding == "world"
         replication = self.engine.groups.replication
         self.parts = [_Part(m.numel(), replication, self.divided) for m in masters]
+        # Replicas of a slice round alike, slices each in their own way.
+        self.roundings: list[_C.StochasticRounding | None] = [None] * len(masters)
+        if config.optimizer_state_dtype == "bf16":
+            if any(master.dtype == torch.float64 for master in masters):
+                raise ConfigError(
+                    "optimizer_state_dtype='bf16' with fp64 parameters: only moments of fp32, bf16 "
+                    "and fp16 parameters are kept in bf16; use 'fp32', which keeps those of fp64 "
+                    "parameters in fp64"
+                )
+            self.roundings = [
+                _C.StochasticRounding(
+                    seed=config.optimizer_state_seed,
+                    stream=self.engine.groups.sharding.rank,
+                    first_element=part.begin,
+                )
+                for part in self.parts
+            ]
         self.moments: dict[str, list[torch.Tensor]] = {name: [] for name in self.moment_names}
         # The updates of the last steps, what they were built from, and how many steps they have
         # counted that `steps` has not.
@@ -193,15 +211,15 @@ class _Fused(Update):
         for name in self._used_moments(index):
             moments = self._whole(self.moments[name][arena], arena, *self.extent[index])
             full = self.engine.gather_full(moments, index, "optimizer")
-            if keep:
-                state[name] = full
+            if keep:  # Torch's optimizers want moments in the dtype in which they compute.
+                state[name] = full.to(self.masters[arena].dtype)
         return state
 
     def _whole(self, moments: torch.Tensor, arena: int, begin: int, end: int) -> torch.Tensor:
         """Laid out like the arena, and right from ``begin`` to ``end``."""
         if not self.divided:
             return moments
-        whole = torch.empty_like(self.masters[arena])
+        whole = torch.empty_like(self.masters[arena], dtype=moments.dtype)
         self.parts[arena].of(whole).copy_(moments)
         self.parts[arena].share(whole, begin, end, "optimizer")
         return whole
@@ -228,8 +246,10 @@ class _Fused(Update):
         """Does nothing where they are there."""
         for name, moments in self.moments.items():
             self.moments[name] = moments or [
-                torch.zeros_like(part.of(master))
-                for part, master in zip(self.parts, self.masters, strict=True)
+                torch.zeros_like(part.of(master), dtype=torch.bfloat16 if rounding else None)
+                for part, master, rounding in zip(
+                    self.parts, self.masters, self.roundings, strict=True
+                )
             ]
 
     def _used_moments(self, index: int) -> tuple[str, ...]:
@@ -275,6 +295,7 @@ class FusedAdam(_Fused):
                 settings,
                 scale,
                 self.shards[arena] if self.writes_shards else None,
+                self.roundings[arena],
             )
         self._share_masters()
 
@@ -320,12 +341,18 @@ class FusedSgd(_Fused):
         for arena, update in enumerate(self._advance()):
             part = self.parts[arena]
             master, gradient = part.of(self.masters[arena]), part.of(gradients[arena])
-            update.sgd(master, gradient, buffers[arena], settings, scale)
+            update.sgd(master, gradient, buffers[arena], settings, scale, self.roundings[arena])
         self._share_masters()
 
     def _used_moments(self, index: int) -> tuple[str, ...]:
         group = self.optimizer.param_groups[self.group_of[index]]
         return self.moment_names if self.moments["momentum_buffer"] and group["momentum"] else ()
+
+    def full_state(self, index: int, *, keep: bool) -> dict[str, Any]:
+        state = super().full_state(index, keep=keep)
+        if state and any(self.roundings):  # Not torch's: the rounding goes on where it was.
+            state["step"] = torch.tensor(float(self.steps[index]))
+        return state
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         if index not in self.group_of:
@@ -335,19 +362,24 @@ class FusedSgd(_Fused):
             self._allocate_moments()
         if self.moments["momentum_buffer"]:
             super().load_state(index, state)
-        self.steps[index] = 1 if has_momentum else 0
+        self.steps[index] = int(state.get("step", 1)) if has_momentum else 0
 
 
 class Pieces(Update):
     """A torch optimizer as it is, on this rank's pieces of the masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedModel) -> None:
-        if model.world.config.optimizer_state_sharding == "world":
-            raise ConfigError(
-                f"optimizer_state_sharding='world' with {type(optimizer).__name__}: only the state "
-                "of Adam, AdamW (without amsgrad, capturable and differentiable) and SGD is "
-                "divided over the world; use 'group'"
-            )
+        config = model.world.config
+        for field, refused, legal, what in (
+            ("optimizer_state_sharding", "world", "group", "divided over the world"),
+            ("optimizer_state_dtype", "bf16", "fp32", "kept in bf16"),
+        ):
+            if getattr(config, field) == refused:
+                raise ConfigError(
+                    f"{field}='{refused}' with {type(optimizer).__name__}: only the state of Adam, "
+                    "AdamW (without amsgrad, capturable and differentiable) and SGD is "
+                    f"{what}; use '{legal}'"
+                )
         super().__init__(optimizer, model)
         masters = self.engine.master_arenas()
         self.pieces: dict[int, torch.Tensor] = {

@@ -17,6 +17,7 @@
 #include "hopshard/optim/grad_norm.hpp"
 #include "hopshard/optim/sgd.hpp"
 #include "hopshard/optim/shard_update.hpp"
+#include "hopshard/optim/stochastic_rounding.hpp"
 
 namespace hopshard::python {
 namespace {
@@ -42,6 +43,19 @@ void check_tensors(const char* operation, std::initializer_list<NamedTensor> ten
     HOPSHARD_CHECK(tensor->scalar_type() == dtype, InvalidArgument, operation, ": ", name, " is ",
                    tensor->scalar_type(), ", but ", tensors.begin()->name, " is ", dtype);
   }
+}
+
+/// Bits of a bf16 tensor that belongs to an fp32 master; none without a tensor.
+std::span<std::uint16_t> bf16_span_of(const char* operation, const char* name,
+                                      const std::optional<at::Tensor>& tensor,
+                                      const at::Tensor& master) {
+  if (!tensor) return {};
+  HOPSHARD_CHECK(master.scalar_type() == at::kFloat && tensor->is_cpu() &&
+                     tensor->scalar_type() == at::kBFloat16 && tensor->is_contiguous(),
+                 InvalidArgument, operation, ": ", name,
+                 " must be contiguous bfloat16 on the CPU, beside a float32 master");
+  return {static_cast<std::uint16_t*>(tensor->data_ptr()),
+          static_cast<std::size_t>(tensor->numel())};
 }
 
 template <typename T>
@@ -101,44 +115,55 @@ void sgd_step_tensors(const at::Tensor& master, const at::Tensor& grad,
 void update_adam(const ShardUpdate& update, const at::Tensor& master, const at::Tensor& grad,
                  const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                  const std::vector<AdamSettings>& settings, double grad_scale,
-                 const std::optional<at::Tensor>& bf16_shard) {
-  check_tensors(
-      "ShardUpdate.adam",
-      {{"master", &master}, {"grad", &grad}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}});
-  if (bf16_shard) {
-    HOPSHARD_CHECK(master.scalar_type() == at::kFloat && bf16_shard->is_cpu() &&
-                       bf16_shard->scalar_type() == at::kBFloat16 && bf16_shard->is_contiguous(),
-                   InvalidArgument,
-                   "ShardUpdate.adam: bf16_shard must be contiguous bfloat16 on "
-                   "the CPU, beside a float32 master");
-    update.adam(span_of<float>(master), const_span_of<float>(grad), span_of<float>(exp_avg),
-                span_of<float>(exp_avg_sq), settings, grad_scale,
-                {static_cast<std::uint16_t*>(bf16_shard->data_ptr()),
-                 static_cast<std::size_t>(bf16_shard->numel())});
-    mark_written({&*bf16_shard});
+                 const std::optional<at::Tensor>& bf16_shard,
+                 const std::optional<StochasticRounding>& rounding) {
+  constexpr const char* kOperation = "ShardUpdate.adam";
+  check_tensors(kOperation, {{"master", &master}, {"grad", &grad}});
+  const auto shard = bf16_span_of(kOperation, "bf16_shard", bf16_shard, master);
+  if (rounding) {
+    update.adam(span_of<float>(master), const_span_of<float>(grad),
+                bf16_span_of(kOperation, "exp_avg", exp_avg, master),
+                bf16_span_of(kOperation, "exp_avg_sq", exp_avg_sq, master), settings, *rounding,
+                grad_scale, shard);
   } else {
-    with_element_of(master, [&](auto zero) {
-      using T = decltype(zero);
-      update.adam(span_of<T>(master), const_span_of<T>(grad), span_of<T>(exp_avg),
-                  span_of<T>(exp_avg_sq), settings, grad_scale);
-    });
+    check_tensors(kOperation,
+                  {{"master", &master}, {"exp_avg", &exp_avg}, {"exp_avg_sq", &exp_avg_sq}});
+    if (bf16_shard) {
+      update.adam(span_of<float>(master), const_span_of<float>(grad), span_of<float>(exp_avg),
+                  span_of<float>(exp_avg_sq), settings, grad_scale, shard);
+    } else {
+      with_element_of(master, [&](auto zero) {
+        using T = decltype(zero);
+        update.adam(span_of<T>(master), const_span_of<T>(grad), span_of<T>(exp_avg),
+                    span_of<T>(exp_avg_sq), settings, grad_scale);
+      });
+    }
   }
   mark_written({&master, &exp_avg, &exp_avg_sq});
+  if (bf16_shard) mark_written({&*bf16_shard});
 }
 
 void update_sgd(const ShardUpdate& update, const at::Tensor& master, const at::Tensor& grad,
                 const std::optional<at::Tensor>& momentum_buffer,
-                const std::vector<SgdSettings>& settings, double grad_scale) {
-  check_tensors("ShardUpdate.sgd", {{"master", &master}, {"grad", &grad}});
-  if (momentum_buffer) {
-    check_tensors("ShardUpdate.sgd", {{"master", &master}, {"momentum_buffer", &*momentum_buffer}});
+                const std::vector<SgdSettings>& settings, double grad_scale,
+                const std::optional<StochasticRounding>& rounding) {
+  constexpr const char* kOperation = "ShardUpdate.sgd";
+  check_tensors(kOperation, {{"master", &master}, {"grad", &grad}});
+  if (rounding) {
+    update.sgd(span_of<float>(master), const_span_of<float>(grad),
+               bf16_span_of(kOperation, "momentum_buffer", momentum_buffer, master), settings,
+               *rounding, grad_scale);
+  } else {
+    if (momentum_buffer) {
+      check_tensors(kOperation, {{"master", &master}, {"momentum_buffer", &*momentum_buffer}});
+    }
+    with_element_of(master, [&](auto zero) {
+      using T = decltype(zero);
+      update.sgd(span_of<T>(master), const_span_of<T>(grad),
+                 momentum_buffer ? span_of<T>(*momentum_buffer) : std::span<T>{}, settings,
+                 grad_scale);
+    });
   }
-  with_element_of(master, [&](auto zero) {
-    using T = decltype(zero);
-    update.sgd(span_of<T>(master), const_span_of<T>(grad),
-               momentum_buffer ? span_of<T>(*momentum_buffer) : std::span<T>{}, settings,
-               grad_scale);
-  });
   mark_written({&master});
   if (momentum_buffer) mark_written({&*momentum_buffer});
 }
@@ -254,6 +279,14 @@ void bind_shard_update(py::module_& m) {
       },
       py::arg("segments"), py::arg("swallow_padding") = true);
 
+  py::class_<StochasticRounding>(m, "StochasticRounding",
+                                 "Where the bits come from that round moments to bf16.")
+      .def(py::init([](std::uint64_t seed, std::uint64_t stream, std::int64_t first_element) {
+             return StochasticRounding{seed, stream, first_element};
+           }),
+           py::kw_only(), py::arg("seed") = 0, py::arg("stream") = 0, py::arg("first_element") = 0)
+      .def(py::self == py::self);
+
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<ShardUpdate>(m, "ShardUpdate", "The kernel calls of one step over an arena.")
       .def(py::init([](std::int64_t arena_numel, const std::vector<Segment>& segments) {
@@ -265,9 +298,10 @@ void bind_shard_update(py::module_& m) {
       .def("advance", &ShardUpdate::advance)
       .def("adam", &update_adam, py::arg("master"), py::arg("grad"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("settings"), py::arg("grad_scale") = 1.0,
-           py::arg("bf16_shard") = py::none(), no_gil)
+           py::arg("bf16_shard") = py::none(), py::arg("rounding") = py::none(), no_gil)
       .def("sgd", &update_sgd, py::arg("master"), py::arg("grad"), py::arg("momentum_buffer"),
-           py::arg("settings"), py::arg("grad_scale") = 1.0, no_gil);
+           py::arg("settings"), py::arg("grad_scale") = 1.0, py::arg("rounding") = py::none(),
+           no_gil);
 }
 
 }  // namespace

@@ -38,11 +38,20 @@ HOPSHARD_LOOP double fused_multiply_add(double a, double b, double c) {
 HOPSHARD_LOOP float square_root(float x) { return __builtin_sqrtf(x); }
 HOPSHARD_LOOP double square_root(double x) { return __builtin_sqrt(x); }
 
+/// The upper half of `x` + `units_of_the_last_place`, less than 2^16 of them; a NaN stays one.
+HOPSHARD_LOOP std::uint16_t cut_to_bf16(float x, std::uint32_t units_of_the_last_place) {
+  const auto bits = __builtin_bit_cast(std::uint32_t, x);
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0U : (bits + units_of_the_last_place) >> 16U);
+}
+
 /// Rounded to nearest even; a NaN stays one. As c10::BFloat16 does it.
 HOPSHARD_LOOP std::uint16_t to_bf16(float x) {
   const auto bits = __builtin_bit_cast(std::uint32_t, x);
-  const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16U) & 1U)) >> 16U;
-  return static_cast<std::uint16_t>(x != x ? 0x7fc0U : rounded);
+  return cut_to_bf16(x, 0x7fffU + ((bits >> 16U) & 1U));
+}
+
+HOPSHARD_LOOP float from_bf16(std::uint16_t x) {
+  return __builtin_bit_cast(float, std::uint32_t{x} << 16U);
 }
 
 }  // namespace hopshard::detail

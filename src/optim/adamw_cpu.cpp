@@ -9,12 +9,16 @@
 #include "core/vector_path.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/adamw.hpp"
+#include "optim/moment.hpp"
 
 namespace hopshard {
 namespace {
 
+using detail::from_moment;
 using detail::fused_multiply_add;
+using detail::RandomBits;
 using detail::square_root;
+using detail::to_moment;
 
 /// The scalars of one step, in the precision in which the tensors meet them.
 template <typename T>
@@ -52,20 +56,22 @@ StepScalars<T> make_step_scalars(const AdamSettings& s, std::int64_t step, doubl
 }
 
 /// The memory of one step; what a loop needs, and nothing that keeps it from being vectorised.
-template <typename T>
+template <typename T, typename Moment>
 struct StepMemory {
   T* master;
   const T* grad;
-  T* exp_avg;
-  T* exp_avg_sq;
+  Moment* exp_avg;
+  Moment* exp_avg_sq;
   std::uint16_t* bf16_shard;
   std::size_t numel;
+  RandomBits random;  // For moments in bf16.
 };
 
-template <bool kCoupledDecay, bool kLerpFromEnd, bool kWritesShard, typename T>
-HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad, T* __restrict exp_avg,
-                             T* __restrict exp_avg_sq, std::uint16_t* __restrict bf16_shard,
-                             std::size_t numel, const StepScalars<T> s) {
+template <bool kCoupledDecay, bool kLerpFromEnd, bool kWritesShard, typename T, typename Moment>
+HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad,
+                             Moment* __restrict exp_avg, Moment* __restrict exp_avg_sq,
+                             std::uint16_t* __restrict bf16_shard, std::size_t numel,
+                             const RandomBits random, const StepScalars<T> s) {
   const T lerp_weight = kLerpFromEnd ? s.lerp_weight - T{1} : s.lerp_weight;
   for (std::size_t i = 0; i < numel; ++i) {
     T g = grad[i] * s.grad_scale;
@@ -75,13 +81,15 @@ HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad, T* 
     } else {
       w *= s.decay_factor;
     }
-    const T m_old = exp_avg[i];
+    const T m_old = from_moment<T>(exp_avg[i]);
     // at::lerp starts from the nearer end, so that weights 0 and 1 are exact.
     const T m = fused_multiply_add(lerp_weight, g - m_old, kLerpFromEnd ? g : m_old);
-    const T v = fused_multiply_add(s.one_minus_beta2 * g, g, exp_avg_sq[i] * s.beta2);
+    const T v =
+        fused_multiply_add(s.one_minus_beta2 * g, g, from_moment<T>(exp_avg_sq[i]) * s.beta2);
     const T denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
+    const std::uint32_t bits = random.of(static_cast<std::uint32_t>(i));
+    exp_avg[i] = to_moment<Moment>(m, bits & 0xffffU);
+    exp_avg_sq[i] = to_moment<Moment>(v, bits >> 16U);
     w += s.minus_step_size * m / denominator;
     master[i] = w;
     if constexpr (kWritesShard) {
@@ -91,22 +99,22 @@ HOPSHARD_LOOP void adam_loop(T* __restrict master, const T* __restrict grad, T* 
 }
 
 /// Flags leave the loop: each combination is a loop of its own, without branches.
-template <bool kCoupledDecay, bool kLerpFromEnd, typename T>
-HOPSHARD_LOOP void adam_loop_of(const StepMemory<T>& memory, const StepScalars<T>& s) {
-  const auto& [master, grad, exp_avg, exp_avg_sq, bf16_shard, numel] = memory;
+template <bool kCoupledDecay, bool kLerpFromEnd, typename T, typename Moment>
+HOPSHARD_LOOP void adam_loop_of(const StepMemory<T, Moment>& memory, const StepScalars<T>& s) {
+  const auto& [master, grad, exp_avg, exp_avg_sq, bf16_shard, numel, random] = memory;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (bf16_shard != nullptr) {
       adam_loop<kCoupledDecay, kLerpFromEnd, true>(master, grad, exp_avg, exp_avg_sq, bf16_shard,
-                                                   numel, s);
+                                                   numel, random, s);
       return;
     }
   }
   adam_loop<kCoupledDecay, kLerpFromEnd, false>(master, grad, exp_avg, exp_avg_sq, bf16_shard,
-                                                numel, s);
+                                                numel, random, s);
 }
 
-template <typename T>
-HOPSHARD_LOOP void adam_loops(const StepMemory<T>& memory, const StepScalars<T>& s,
+template <typename T, typename Moment>
+HOPSHARD_LOOP void adam_loops(const StepMemory<T, Moment>& memory, const StepScalars<T>& s,
                               bool coupled_decay) {
   if (coupled_decay) {
     if (s.lerp_from_end) {
@@ -122,22 +130,24 @@ HOPSHARD_LOOP void adam_loops(const StepMemory<T>& memory, const StepScalars<T>&
 }
 
 #if HOPSHARD_HAS_AVX2_PATH
-template <typename T>
-HOPSHARD_AVX2 void adam_avx2(const StepMemory<T>& memory, const StepScalars<T>& s,
+template <typename T, typename Moment>
+HOPSHARD_AVX2 void adam_avx2(const StepMemory<T, Moment>& memory, const StepScalars<T>& s,
                              bool coupled_decay) {
   adam_loops(memory, s, coupled_decay);
 }
 #endif
 
-template <typename T>
-void adam_any_cpu(const StepMemory<T>& memory, const StepScalars<T>& s, bool coupled_decay) {
+template <typename T, typename Moment>
+void adam_any_cpu(const StepMemory<T, Moment>& memory, const StepScalars<T>& s,
+                  bool coupled_decay) {
   adam_loops(memory, s, coupled_decay);
 }
 
-template <typename T>
-void checked_adam_step(std::span<T> master, std::span<const T> grad, std::span<T> exp_avg,
-                       std::span<T> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
-                       double grad_scale, std::span<std::uint16_t> bf16_shard) {
+template <typename T, typename Moment>
+void checked_adam_step(std::span<T> master, std::span<const T> grad, std::span<Moment> exp_avg,
+                       std::span<Moment> exp_avg_sq, const AdamSettings& settings,
+                       std::int64_t step, double grad_scale, std::span<std::uint16_t> bf16_shard,
+                       const RandomBits& random = {}) {
   HOPSHARD_CHECK(grad.size() == master.size() && exp_avg.size() == master.size() &&
                      exp_avg_sq.size() == master.size(),
                  InvalidArgument, "adam_step: master has ", master.size(), " elements, grad ",
@@ -149,12 +159,13 @@ void checked_adam_step(std::span<T> master, std::span<const T> grad, std::span<T
   const StepScalars<T> scalars = make_step_scalars<T>(settings, step, grad_scale);
   // torch leaves the gradient alone when there is no decay; 0 * master would turn inf into NaN.
   const bool coupled_decay = !settings.decoupled_weight_decay && settings.weight_decay != 0;
-  const StepMemory<T> memory{.master = master.data(),
-                             .grad = grad.data(),
-                             .exp_avg = exp_avg.data(),
-                             .exp_avg_sq = exp_avg_sq.data(),
-                             .bf16_shard = bf16_shard.empty() ? nullptr : bf16_shard.data(),
-                             .numel = master.size()};
+  const StepMemory<T, Moment> memory{.master = master.data(),
+                                     .grad = grad.data(),
+                                     .exp_avg = exp_avg.data(),
+                                     .exp_avg_sq = exp_avg_sq.data(),
+                                     .bf16_shard = bf16_shard.empty() ? nullptr : bf16_shard.data(),
+                                     .numel = master.size(),
+                                     .random = random};
 #if HOPSHARD_HAS_AVX2_PATH
   if (detail::has_avx2()) {
     adam_avx2(memory, scalars, coupled_decay);
@@ -176,6 +187,14 @@ void adam_step(std::span<double> master, std::span<const double> grad, std::span
                std::span<double> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
                double grad_scale) {
   checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale, {});
+}
+
+void adam_step(std::span<float> master, std::span<const float> grad,
+               std::span<std::uint16_t> exp_avg, std::span<std::uint16_t> exp_avg_sq,
+               const AdamSettings& settings, std::int64_t step, const StochasticRounding& rounding,
+               double grad_scale, std::span<std::uint16_t> bf16_shard) {
+  checked_adam_step(master, grad, exp_avg, exp_avg_sq, settings, step, grad_scale, bf16_shard,
+                    detail::random_bits(rounding, step));
 }
 
 }  // namespace hopshard

@@ -1,17 +1,32 @@
 // The order of operations of _single_tensor_sgd in torch/optim/sgd.py (2.11); see
 // [Note: same bits as torch] in adamw_cpu.cpp.
 #include <cstddef>
+#include <cstdint>
 
 #include "core/vector_path.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/optim/sgd.hpp"
+#include "optim/moment.hpp"
 
 namespace hopshard {
 namespace {
 
+using detail::from_moment;
 using detail::fused_multiply_add;
+using detail::RandomBits;
+using detail::to_moment;
 
 enum class Momentum { kNone, kFirst, kPlain, kFirstNesterov, kNesterov };
+
+/// The memory of one step.
+template <typename T, typename Moment>
+struct StepMemory {
+  T* master;
+  const T* grad;
+  Moment* momentum_buffer;
+  std::size_t numel;
+  RandomBits random;  // For a buffer in bf16.
+};
 
 template <typename T>
 struct StepScalars {
@@ -22,10 +37,10 @@ struct StepScalars {
   T minus_lr;
 };
 
-template <Momentum kMomentum, bool kDecay, typename T>
+template <Momentum kMomentum, bool kDecay, typename T, typename Moment>
 HOPSHARD_LOOP void sgd_loop(T* __restrict master, const T* __restrict grad,
-                            T* __restrict momentum_buffer, std::size_t numel,
-                            const StepScalars<T> s) {
+                            Moment* __restrict momentum_buffer, std::size_t numel,
+                            const RandomBits random, const StepScalars<T> s) {
   constexpr bool kFirst = kMomentum == Momentum::kFirst || kMomentum == Momentum::kFirstNesterov;
   constexpr bool kNesterov =
       kMomentum == Momentum::kNesterov || kMomentum == Momentum::kFirstNesterov;
@@ -35,54 +50,55 @@ HOPSHARD_LOOP void sgd_loop(T* __restrict master, const T* __restrict grad,
     if constexpr (kMomentum != Momentum::kNone) {
       T buffer = g;
       if constexpr (!kFirst) {
-        buffer = fused_multiply_add(s.one_minus_dampening, g, momentum_buffer[i] * s.momentum);
+        buffer = fused_multiply_add(s.one_minus_dampening, g,
+                                    from_moment<T>(momentum_buffer[i]) * s.momentum);
       }
-      momentum_buffer[i] = buffer;
+      momentum_buffer[i] =
+          to_moment<Moment>(buffer, random.of(static_cast<std::uint32_t>(i)) & 0xffffU);
       g = kNesterov ? fused_multiply_add(s.momentum, buffer, g) : buffer;
     }
     master[i] = fused_multiply_add(s.minus_lr, g, master[i]);
   }
 }
 
-template <Momentum kMomentum, typename T>
-HOPSHARD_LOOP void sgd_loops(T* master, const T* grad, T* momentum_buffer, std::size_t numel,
-                             const StepScalars<T>& s) {
+template <Momentum kMomentum, typename T, typename Moment>
+HOPSHARD_LOOP void sgd_loops(const StepMemory<T, Moment>& memory, const StepScalars<T>& s) {
+  const auto& [master, grad, momentum_buffer, numel, random] = memory;
   if (s.weight_decay != 0) {
-    sgd_loop<kMomentum, true>(master, grad, momentum_buffer, numel, s);
+    sgd_loop<kMomentum, true>(master, grad, momentum_buffer, numel, random, s);
   } else {
-    sgd_loop<kMomentum, false>(master, grad, momentum_buffer, numel, s);
+    sgd_loop<kMomentum, false>(master, grad, momentum_buffer, numel, random, s);
   }
 }
 
-template <typename T>
-HOPSHARD_LOOP void sgd_loops(T* master, const T* grad, T* momentum_buffer, std::size_t numel,
-                             const StepScalars<T>& s, Momentum momentum) {
+template <typename T, typename Moment>
+HOPSHARD_LOOP void sgd_loops(const StepMemory<T, Moment>& memory, const StepScalars<T>& s,
+                             Momentum momentum) {
   switch (momentum) {
     case Momentum::kNone:
-      return sgd_loops<Momentum::kNone>(master, grad, momentum_buffer, numel, s);
+      return sgd_loops<Momentum::kNone>(memory, s);
     case Momentum::kFirst:
-      return sgd_loops<Momentum::kFirst>(master, grad, momentum_buffer, numel, s);
+      return sgd_loops<Momentum::kFirst>(memory, s);
     case Momentum::kPlain:
-      return sgd_loops<Momentum::kPlain>(master, grad, momentum_buffer, numel, s);
+      return sgd_loops<Momentum::kPlain>(memory, s);
     case Momentum::kFirstNesterov:
-      return sgd_loops<Momentum::kFirstNesterov>(master, grad, momentum_buffer, numel, s);
+      return sgd_loops<Momentum::kFirstNesterov>(memory, s);
     case Momentum::kNesterov:
-      return sgd_loops<Momentum::kNesterov>(master, grad, momentum_buffer, numel, s);
+      return sgd_loops<Momentum::kNesterov>(memory, s);
   }
 }
 
 #if HOPSHARD_HAS_AVX2_PATH
-template <typename T>
-HOPSHARD_AVX2 void sgd_avx2(T* master, const T* grad, T* momentum_buffer, std::size_t numel,
-                            const StepScalars<T>& s, Momentum momentum) {
-  sgd_loops(master, grad, momentum_buffer, numel, s, momentum);
+template <typename T, typename Moment>
+HOPSHARD_AVX2 void sgd_avx2(const StepMemory<T, Moment>& memory, const StepScalars<T>& s,
+                            Momentum momentum) {
+  sgd_loops(memory, s, momentum);
 }
 #endif
 
-template <typename T>
-void sgd_any_cpu(T* master, const T* grad, T* momentum_buffer, std::size_t numel,
-                 const StepScalars<T>& s, Momentum momentum) {
-  sgd_loops(master, grad, momentum_buffer, numel, s, momentum);
+template <typename T, typename Moment>
+void sgd_any_cpu(const StepMemory<T, Moment>& memory, const StepScalars<T>& s, Momentum momentum) {
+  sgd_loops(memory, s, momentum);
 }
 
 Momentum momentum_of(const SgdSettings& settings, bool first_step) {
@@ -91,9 +107,10 @@ Momentum momentum_of(const SgdSettings& settings, bool first_step) {
   return first_step ? Momentum::kFirst : Momentum::kPlain;
 }
 
-template <typename T>
-void checked_sgd_step(std::span<T> master, std::span<const T> grad, std::span<T> momentum_buffer,
-                      const SgdSettings& settings, bool first_step, double grad_scale) {
+template <typename T, typename Moment>
+void checked_sgd_step(std::span<T> master, std::span<const T> grad,
+                      std::span<Moment> momentum_buffer, const SgdSettings& settings,
+                      bool first_step, double grad_scale, const RandomBits& random = {}) {
   const bool needs_buffer = settings.momentum != 0;
   HOPSHARD_CHECK(grad.size() == master.size() && (momentum_buffer.size() == master.size() ||
                                                   (momentum_buffer.empty() && !needs_buffer)),
@@ -108,14 +125,19 @@ void checked_sgd_step(std::span<T> master, std::span<const T> grad, std::span<T>
       .momentum = static_cast<T>(settings.momentum),
       .one_minus_dampening = static_cast<T>(1.0 - settings.dampening),
       .minus_lr = static_cast<T>(-settings.lr)};
+  const StepMemory<T, Moment> memory{.master = master.data(),
+                                     .grad = grad.data(),
+                                     .momentum_buffer = momentum_buffer.data(),
+                                     .numel = master.size(),
+                                     .random = random};
   const Momentum momentum = momentum_of(settings, first_step);
 #if HOPSHARD_HAS_AVX2_PATH
   if (detail::has_avx2()) {
-    sgd_avx2(master.data(), grad.data(), momentum_buffer.data(), master.size(), scalars, momentum);
+    sgd_avx2(memory, scalars, momentum);
     return;
   }
 #endif
-  sgd_any_cpu(master.data(), grad.data(), momentum_buffer.data(), master.size(), scalars, momentum);
+  sgd_any_cpu(memory, scalars, momentum);
 }
 
 }  // namespace
@@ -130,6 +152,13 @@ void sgd_step(std::span<double> master, std::span<const double> grad,
               std::span<double> momentum_buffer, const SgdSettings& settings, bool first_step,
               double grad_scale) {
   checked_sgd_step(master, grad, momentum_buffer, settings, first_step, grad_scale);
+}
+
+void sgd_step(std::span<float> master, std::span<const float> grad,
+              std::span<std::uint16_t> momentum_buffer, const SgdSettings& settings,
+              std::int64_t step, const StochasticRounding& rounding, double grad_scale) {
+  checked_sgd_step(master, grad, momentum_buffer, settings, /*first_step=*/step == 1, grad_scale,
+                   detail::random_bits(rounding, step));
 }
 
 }  // namespace hopshard

@@ -34,26 +34,34 @@ const Settings& settings_of(const Segment& segment, std::span<const Settings> se
   return settings[static_cast<std::size_t>(segment.group)];
 }
 
-template <typename T, typename... Shard>
+/// The bits of an element are the same in whatever pass it is.
+StochasticRounding part(const StochasticRounding& arena, const Segment& segment) {
+  StochasticRounding result = arena;
+  result.first_element += segment.begin;
+  return result;
+}
+
+/// @param step  takes the pass and what adam_step takes first.
+template <typename T, typename Moment, typename Step>
 void apply_adam(std::int64_t arena_numel, std::span<const Segment> passes, std::span<T> master,
-                std::span<const T> grad, std::span<T> exp_avg, std::span<T> exp_avg_sq,
-                std::span<const AdamSettings> settings, double grad_scale, Shard... bf16_shard) {
+                std::span<const T> grad, std::span<Moment> exp_avg, std::span<Moment> exp_avg_sq,
+                std::span<const AdamSettings> settings, const Step& step) {
   check_arena("master", master.size(), arena_numel);
   check_arena("grad", grad.size(), arena_numel);
   check_arena("exp_avg", exp_avg.size(), arena_numel);
   check_arena("exp_avg_sq", exp_avg_sq.size(), arena_numel);
   for (const Segment& pass : passes) static_cast<void>(settings_of(pass, settings));
   for (const Segment& pass : passes) {
-    adam_step(part(master, pass), part(grad, pass), part(exp_avg, pass), part(exp_avg_sq, pass),
-              settings_of(pass, settings), pass.step, grad_scale,
-              part_or_none(bf16_shard, pass)...);
+    step(pass, part(master, pass), part(grad, pass), part(exp_avg, pass), part(exp_avg_sq, pass),
+         settings_of(pass, settings));
   }
 }
 
-template <typename T>
+/// @param step  takes the pass and what sgd_step takes first.
+template <typename T, typename Moment, typename Step>
 void apply_sgd(std::int64_t arena_numel, std::span<const Segment> passes, std::span<T> master,
-               std::span<const T> grad, std::span<T> momentum_buffer,
-               std::span<const SgdSettings> settings, double grad_scale) {
+               std::span<const T> grad, std::span<Moment> momentum_buffer,
+               std::span<const SgdSettings> settings, const Step& step) {
   check_arena("master", master.size(), arena_numel);
   check_arena("grad", grad.size(), arena_numel);
   const bool has_momentum = std::any_of(passes.begin(), passes.end(), [&](const Segment& pass) {
@@ -69,16 +77,9 @@ void apply_sgd(std::int64_t arena_numel, std::span<const Segment> passes, std::s
                    " needs a momentum above 0 and no dampening");
   }
   for (const Segment& pass : passes) {
-    const std::span<T> momentum = part_or_none(momentum_buffer, pass);
-    sgd_step(part(master, pass), part(grad, pass), momentum, settings_of(pass, settings),
-             /*first_step=*/pass.step == 1, grad_scale);
+    step(pass, part(master, pass), part(grad, pass), part_or_none(momentum_buffer, pass),
+         settings_of(pass, settings));
   }
-}
-
-bool any_group_has_zero_eps(std::span<const Segment> passes,
-                            std::span<const AdamSettings> settings) {
-  return std::any_of(passes.begin(), passes.end(),
-                     [&](const Segment& pass) { return settings_of(pass, settings).eps == 0; });
 }
 
 }  // namespace
@@ -130,36 +131,71 @@ void ShardUpdate::advance() noexcept {
   for (Segment& pass : passes_) ++pass.step;
 }
 
+const std::vector<Segment>& ShardUpdate::passes_of(std::span<const AdamSettings> settings) const {
+  const bool keeps_out = std::any_of(passes_.begin(), passes_.end(), [&](const Segment& pass) {
+    return settings_of(pass, settings).eps == 0;
+  });
+  return keeps_out ? exact_passes_ : passes_;
+}
+
 void ShardUpdate::adam(std::span<float> master, std::span<const float> grad,
                        std::span<float> exp_avg, std::span<float> exp_avg_sq,
                        std::span<const AdamSettings> settings, double grad_scale,
                        std::span<std::uint16_t> bf16_shard) const {
-  if (!bf16_shard.empty()) {
-    check_arena("bf16_shard", bf16_shard.size(), arena_numel_);
-  }
-  const bool keep_out = any_group_has_zero_eps(passes_, settings);
-  apply_adam(arena_numel_, keep_out ? exact_passes_ : passes_, master, grad, exp_avg, exp_avg_sq,
-             settings, grad_scale, bf16_shard);
+  if (!bf16_shard.empty()) check_arena("bf16_shard", bf16_shard.size(), arena_numel_);
+  apply_adam(arena_numel_, passes_of(settings), master, grad, exp_avg, exp_avg_sq, settings,
+             [&](const Segment& pass, const auto&... parts) {
+               adam_step(parts..., pass.step, grad_scale, part_or_none(bf16_shard, pass));
+             });
 }
 
 void ShardUpdate::adam(std::span<double> master, std::span<const double> grad,
                        std::span<double> exp_avg, std::span<double> exp_avg_sq,
                        std::span<const AdamSettings> settings, double grad_scale) const {
-  const bool keep_out = any_group_has_zero_eps(passes_, settings);
-  apply_adam(arena_numel_, keep_out ? exact_passes_ : passes_, master, grad, exp_avg, exp_avg_sq,
-             settings, grad_scale);
+  apply_adam(arena_numel_, passes_of(settings), master, grad, exp_avg, exp_avg_sq, settings,
+             [&](const Segment& pass, const auto&... parts) {
+               adam_step(parts..., pass.step, grad_scale);
+             });
+}
+
+void ShardUpdate::adam(std::span<float> master, std::span<const float> grad,
+                       std::span<std::uint16_t> exp_avg, std::span<std::uint16_t> exp_avg_sq,
+                       std::span<const AdamSettings> settings, const StochasticRounding& rounding,
+                       double grad_scale, std::span<std::uint16_t> bf16_shard) const {
+  if (!bf16_shard.empty()) check_arena("bf16_shard", bf16_shard.size(), arena_numel_);
+  apply_adam(arena_numel_, passes_of(settings), master, grad, exp_avg, exp_avg_sq, settings,
+             [&](const Segment& pass, const auto&... parts) {
+               adam_step(parts..., pass.step, part(rounding, pass), grad_scale,
+                         part_or_none(bf16_shard, pass));
+             });
 }
 
 void ShardUpdate::sgd(std::span<float> master, std::span<const float> grad,
                       std::span<float> momentum_buffer, std::span<const SgdSettings> settings,
                       double grad_scale) const {
-  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings, grad_scale);
+  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings,
+            [&](const Segment& pass, const auto&... parts) {
+              sgd_step(parts..., pass.step == 1, grad_scale);
+            });
 }
 
 void ShardUpdate::sgd(std::span<double> master, std::span<const double> grad,
                       std::span<double> momentum_buffer, std::span<const SgdSettings> settings,
                       double grad_scale) const {
-  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings, grad_scale);
+  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings,
+            [&](const Segment& pass, const auto&... parts) {
+              sgd_step(parts..., pass.step == 1, grad_scale);
+            });
+}
+
+void ShardUpdate::sgd(std::span<float> master, std::span<const float> grad,
+                      std::span<std::uint16_t> momentum_buffer,
+                      std::span<const SgdSettings> settings, const StochasticRounding& rounding,
+                      double grad_scale) const {
+  apply_sgd(arena_numel_, passes_, master, grad, momentum_buffer, settings,
+            [&](const Segment& pass, const auto&... parts) {
+              sgd_step(parts..., pass.step, part(rounding, pass), grad_scale);
+            });
 }
 
 }  // namespace hopshard

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <span>
 
+#include "hopshard/optim/stochastic_rounding.hpp"
+
 namespace hopshard {
 
 /// Hyper-parameters in the words, and with the defaults, of torch.optim.AdamW.
@@ -38,5 +40,11 @@ void adam_step(std::span<float> master, std::span<const float> grad, std::span<f
 void adam_step(std::span<double> master, std::span<const double> grad, std::span<double> exp_avg,
                std::span<double> exp_avg_sq, const AdamSettings& settings, std::int64_t step,
                double grad_scale = 1.0);
+
+/// With moments in bf16, rounded as they are written: this step's master follows them unrounded.
+void adam_step(std::span<float> master, std::span<const float> grad,
+               std::span<std::uint16_t> exp_avg, std::span<std::uint16_t> exp_avg_sq,
+               const AdamSettings& settings, std::int64_t step, const StochasticRounding& rounding,
+               double grad_scale = 1.0, std::span<std::uint16_t> bf16_shard = {});
 
 }  // namespace hopshard

@@ -1,7 +1,10 @@
 // One step of SGD, with or without momentum, over plain memory. Next: shard_update.hpp.
 #pragma once
 
+#include <cstdint>
 #include <span>
+
+#include "hopshard/optim/stochastic_rounding.hpp"
 
 namespace hopshard {
 
@@ -31,5 +34,11 @@ void sgd_step(std::span<float> master, std::span<const float> grad,
 void sgd_step(std::span<double> master, std::span<const double> grad,
               std::span<double> momentum_buffer, const SgdSettings& settings, bool first_step,
               double grad_scale = 1.0);
+
+/// With a buffer in bf16, rounded as it is written: this step's master follows it unrounded.
+/// @param step  1 for the first, which overwrites the buffer.
+void sgd_step(std::span<float> master, std::span<const float> grad,
+              std::span<std::uint16_t> momentum_buffer, const SgdSettings& settings,
+              std::int64_t step, const StochasticRounding& rounding, double grad_scale = 1.0);
 
 }  // namespace hopshard

@@ -13,6 +13,7 @@
 
 #include "hopshard/optim/adamw.hpp"
 #include "hopshard/optim/sgd.hpp"
+#include "hopshard/optim/stochastic_rounding.hpp"
 
 namespace hopshard {
 
@@ -67,6 +68,11 @@ class ShardUpdate {
   void adam(std::span<double> master, std::span<const double> grad, std::span<double> exp_avg,
             std::span<double> exp_avg_sq, std::span<const AdamSettings> settings,
             double grad_scale = 1.0) const;
+  /// @param rounding  of the whole arena: `first_element` is that of its first one.
+  void adam(std::span<float> master, std::span<const float> grad, std::span<std::uint16_t> exp_avg,
+            std::span<std::uint16_t> exp_avg_sq, std::span<const AdamSettings> settings,
+            const StochasticRounding& rounding, double grad_scale = 1.0,
+            std::span<std::uint16_t> bf16_shard = {}) const;
 
   /// sgd_step on every pass; a segment of step 1 starts its momentum.
   /// @param momentum_buffer  a whole arena; may be empty if no group has momentum.
@@ -75,8 +81,13 @@ class ShardUpdate {
   void sgd(std::span<double> master, std::span<const double> grad,
            std::span<double> momentum_buffer, std::span<const SgdSettings> settings,
            double grad_scale = 1.0) const;
+  void sgd(std::span<float> master, std::span<const float> grad,
+           std::span<std::uint16_t> momentum_buffer, std::span<const SgdSettings> settings,
+           const StochasticRounding& rounding, double grad_scale = 1.0) const;
 
  private:
+  [[nodiscard]] const std::vector<Segment>& passes_of(std::span<const AdamSettings> settings) const;
+
   std::int64_t arena_numel_;
   std::vector<Segment> exact_passes_;  // Padding kept out, for groups with eps = 0.
   std::vector<Segment> passes_;
