@@ -112,7 +112,7 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
         [this, i] {
           const ParameterPlace& watched = store_->parameters()[i];
           timeline_.look();
-          reducer_->take(static_cast<int>(i));
+          or_recover([&] { reducer_->take(static_cast<int>(i)); });
           pass_had_gradient_ = true;
           schedule_->gradient_arrived(watched.unit);
           if (!arrived_[i]) {
@@ -517,6 +517,9 @@ bool ShardEngine::finish_gradients() {
 }
 
 void ShardEngine::zero_gradients() {
+  if (schedule_->in_backward() && !is_in_backward()) {
+    recover();  // The last backward ended in an exception.
+  }
   reducer_->zero();
   num_passes_ = 0;
   is_finished_ = false;
@@ -620,7 +623,12 @@ void ShardEngine::pin(int unit) {
   HOPSHARD_CHECK(!is_joined_, ScheduleError,
                  "`with hopshard.unshard(module):` or state_dict() inside `with "
                  "hopshard.join(model):`; leave the join first");
-  run(schedule_->pin(unit));
+  try {
+    run(schedule_->pin(unit));
+  } catch (...) {
+    static_cast<void>(schedule_->unpin(unit));  // Its gather failed: there is nothing to let go.
+    throw;
+  }
 }
 
 void ShardEngine::unpin(int unit, bool write_back) {

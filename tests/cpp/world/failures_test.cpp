@@ -12,33 +12,63 @@
 namespace hopshard::testing {
 namespace {
 
-/// Forwards everything without its tag, as a transport does that cannot compare what ranks issue.
-class Tagless final : public Communicator {
+/// Passes everything on; tests override what they break.
+class Forwarding : public Communicator {
  public:
-  explicit Tagless(CommunicatorPtr inner)
+  explicit Forwarding(CommunicatorPtr inner)
       : Communicator(inner->group()), inner_(std::move(inner)) {}
-  [[nodiscard]] std::string_view backend() const noexcept override { return "tagless"; }
+  [[nodiscard]] std::string_view backend() const noexcept override { return "forwarding"; }
   void abort(std::string_view reason) override { inner_->abort(reason); }
 
+ protected:
+  [[nodiscard]] virtual CommOptions passed(const CommOptions& options) const { return options; }
+  at::Tensor do_allocate(std::int64_t num_bytes) override { return inner_->allocate(num_bytes); }
+
  private:
-  WorkPtr do_all_gather(at::Tensor output, at::Tensor input,
-                        const CommOptions& /*named*/) override {
-    return inner_->all_gather(std::move(output), std::move(input));
+  WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
+    return inner_->all_gather(std::move(output), std::move(input), passed(options));
   }
   WorkPtr do_reduce_scatter(at::Tensor output, at::Tensor input, ReduceOp op,
-                            const CommOptions& /*named*/) override {
-    return inner_->reduce_scatter(std::move(output), std::move(input), op);
+                            const CommOptions& options) override {
+    return inner_->reduce_scatter(std::move(output), std::move(input), op, passed(options));
   }
-  WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& /*named*/) override {
-    return inner_->all_reduce(std::move(tensor), op);
+  WorkPtr do_all_reduce(at::Tensor tensor, ReduceOp op, const CommOptions& options) override {
+    return inner_->all_reduce(std::move(tensor), op, passed(options));
   }
-  WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& /*named*/) override {
-    return inner_->broadcast(std::move(tensor), root);
+  WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
+    return inner_->broadcast(std::move(tensor), root, passed(options));
   }
-  void do_barrier(const CommOptions& /*named*/) override { inner_->barrier(); }
+  void do_barrier(const CommOptions& options) override { inner_->barrier(passed(options)); }
   CommunicatorPtr do_split(Group part) override { return inner_->split(std::move(part)); }
 
   CommunicatorPtr inner_;
+};
+
+/// Without tags, as a transport that cannot compare what ranks issue.
+class Tagless final : public Forwarding {
+ public:
+  using Forwarding::Forwarding;
+
+ private:
+  [[nodiscard]] CommOptions passed(const CommOptions& options) const override {
+    return {.timeout = options.timeout, .tag = {}, .accumulate = options.accumulate};
+  }
+};
+
+/// Has no memory for one allocation; they are counted from 0.
+class OutOfMemory final : public Forwarding {
+ public:
+  OutOfMemory(CommunicatorPtr inner, int fail_at) : Forwarding(std::move(inner)), left_(fail_at) {}
+
+ private:
+  at::Tensor do_allocate(std::int64_t num_bytes) override {
+    if (left_-- == 0) {
+      throw Error("out of memory, says the test");
+    }
+    return Forwarding::do_allocate(num_bytes);
+  }
+
+  int left_;
 };
 
 void train_one_step(ShardEngine& engine, const Model& model, int rank, int step) {
@@ -205,6 +235,65 @@ TEST(BrokenPasses, TrainingGoesOnAfterAnExceptionInBackward) {
     expect_gradients(engine, reference.steps[0]);
     expect_all_sharded(engine);
   });
+}
+
+// On all ranks, at each allocation of the first steps once.
+TEST(BrokenPasses, TrainingGoesOnWhereMemoryRanOut) {
+  constexpr int kSteps = 3;
+  const Reference reference(4, kSteps, 1, all_units);
+  int num_failures = 0;
+  int num_at_start = 0;
+  constexpr int kMostAllocations = 60;
+  for (int fail_at = 0; fail_at < kMostAllocations; ++fail_at) {
+    std::atomic<int> failed = 0;
+    std::atomic<int> failed_at_start = 0;
+    run_ranks(4, [&](int rank, LocalHub& hub) {
+      const Decorator exhaust = [&](CommunicatorPtr inner) -> CommunicatorPtr {
+        const bool is_sharding = inner->group().name.starts_with("sharding");
+        return is_sharding ? std::make_shared<OutOfMemory>(std::move(inner), fail_at) : inner;
+      };
+      const Model model(rank);
+      std::unique_ptr<ShardEngine> engine;
+      try {
+        engine = std::make_unique<ShardEngine>(
+            model.units, make_groups(hub, GroupLayout(4, 2, 2), rank, exhaust), EngineOptions{});
+      } catch (const Error&) {
+        ++failed_at_start;
+        return;
+      }
+      for (int step = 0; step < kSteps; ++step) {
+        const Reference::Step& expected = reference.steps[static_cast<std::size_t>(step)];
+        try {
+          train_one_step(*engine, model, rank, step);
+        } catch (const std::exception& error) {  // Through autograd it has no type of ours.
+          EXPECT_NE(std::string(error.what()).find("says the test"), std::string::npos)
+              << error.what();
+          ++failed;
+          engine->zero_gradients();
+          expect_all_sharded(*engine);
+          train_one_step(*engine, model, rank, step);
+        }
+        expect_gradients(*engine, expected);
+        step_shards(*engine);
+        try {
+          expect_weights(*engine, expected);
+        } catch (const Error&) {
+          ++failed;
+          expect_all_sharded(*engine);
+          expect_weights(*engine, expected);
+        }
+      }
+    });
+    num_failures += failed;
+    num_at_start += failed_at_start;
+    EXPECT_TRUE(failed == 0 || failed == 4) << "at allocation " << fail_at;
+    if (failed == 0 && failed_at_start == 0) {
+      break;
+    }
+  }
+  EXPECT_GT(num_at_start, 4);
+  EXPECT_GE(num_failures, 4 * 4);
+  EXPECT_LT(num_failures + num_at_start, 4 * kMostAllocations);
 }
 
 TEST(BrokenPasses, AGradientOfAShardedUnitNamesItsParameter) {
