@@ -336,6 +336,34 @@ def test_checkpoint_around_blocks(model: type[nn.Module], passes: int) -> None:
     assert_same(functools.partial(train, backwards=passes), model(), passes=passes)
 
 
+class NestedCheckpoints(Mlp):
+    """Pairs of blocks, and blocks inside them."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor, order: Any = None) -> Tensor:
+        def one(block: nn.Module, x: Tensor) -> Tensor:
+            return x + checkpoint(block, x, use_reentrant=False).tanh()
+
+        def pair(x: Tensor) -> Tensor:
+            return one(self.blocks[1], one(self.blocks[0], x))
+
+        x = checkpoint(pair, self.first(x), use_reentrant=self.use_reentrant)
+        return self.last(one(self.blocks[2], x))
+
+
+class NestedInReentrant(NestedCheckpoints):
+    use_reentrant = True
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("model", [NestedCheckpoints, NestedInReentrant])
+@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": False}, {"prefetch_depth": 0}])
+def test_nested_checkpoints(model: type[nn.Module], passes: int, config: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    assert_same(functools.partial(train, backwards=passes), model(), passes=passes, **config)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_around_the_model(use_reentrant: bool) -> None:
     def script(rank: Rank) -> None:
