@@ -138,11 +138,11 @@ void GradientReducer::take(int parameter) {
   }
   const ShardedBuffer& owner = store_.buffers()[static_cast<std::size_t>(place.buffer)];
   const at::Tensor flat = pending_flat(place.buffer).flat;
-  at::Tensor view = owner.flat->view_of(flat, place.position);
+  const at::Tensor view = owner.flat->view_of(flat, place.position);
   const at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad.detach();
   const double scale = scale_ / loss_scale_ * wire_scale(flat.scalar_type());
   if (was_taken_[static_cast<std::size_t>(parameter)]) {
-    view.add_(dense, scale);
+    add_scaled(view, dense, scale);
   } else {
     copy_scaled(view, dense, scale);
   }
@@ -327,7 +327,7 @@ GradientReducer::Narrow GradientReducer::make_narrow(const at::Tensor& wide) {
 
 void GradientReducer::end_narrow(const Narrow& narrow, bool accumulates) {
   if (narrow.values.defined() && accumulates) {
-    narrow.wide.add_(narrow.values, 1 / narrow.scale);
+    add_scaled(narrow.wide, narrow.values, 1 / narrow.scale);
   } else if (narrow.values.defined()) {
     copy_scaled(narrow.wide, narrow.values, 1 / narrow.scale);
   }

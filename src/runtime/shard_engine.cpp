@@ -3,8 +3,8 @@
 #include "hopshard/runtime/shard_engine.hpp"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -20,6 +20,9 @@
 namespace hopshard {
 
 namespace {
+
+/// Numbers of the step's control message before those by unit and by parameter.
+constexpr std::int64_t kControlHeader = 3;
 
 class Timer {
  public:
@@ -89,6 +92,9 @@ ShardEngine::ShardEngine(const std::vector<UnitSpec>& units, ProcessGroups group
       options_.second_hop_bucket_bytes, &timeline_, options_.reduce_dtype);
 
   const auto& parameters = store_->parameters();
+  control_message_ = at::empty(
+      {kControlHeader + store_->num_units() + static_cast<std::int64_t>(parameters.size())},
+      at::TensorOptions().dtype(at::kLong));
   num_missing_.assign(static_cast<std::size_t>(store_->num_units()), 0);
   arrived_.assign(parameters.size(), false);
   handles_.resize(parameters.size());
@@ -468,11 +474,8 @@ bool ShardEngine::finish_gradients() {
 
   const int num_units = store_->num_units();
   const auto num_parameters = static_cast<int>(store_->parameters().size());
-  constexpr int kHeader = 3;
-  at::Tensor flags =
-      at::zeros({kHeader + num_units + num_parameters}, at::TensorOptions().dtype(at::kLong));
-  auto* const data = flags.mutable_data_ptr<std::int64_t>();
-  auto* const leftover = data + kHeader;
+  auto* const data = control_message_.mutable_data_ptr<std::int64_t>();
+  auto* const leftover = data + kControlHeader;
   auto* const has_gradient = leftover + num_units;
   data[0] = order_.hash();
   data[1] = -order_.hash();
@@ -483,7 +486,9 @@ bool ShardEngine::finish_gradients() {
   for (int i = 0; i < num_parameters; ++i) {
     has_gradient[i] = reducer_->has_gradient(i) ? 1 : 0;
   }
-  groups_.world->all_reduce(flags, ReduceOp::kMax, {.timeout = {}, .tag = "control/step"})->wait();
+  groups_.world
+      ->all_reduce(control_message_, ReduceOp::kMax, {.timeout = {}, .tag = "control/step"})
+      ->wait();
   if (data[0] != -data[1]) {
     std::vector<std::string> names;
     for (int unit = 0; unit < num_units; ++unit) {

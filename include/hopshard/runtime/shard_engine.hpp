@@ -150,6 +150,7 @@ class ShardEngine {
   std::unique_ptr<GradientReducer> reducer_;
   ParameterHooks hooks_;
   OrderCheck order_;
+  at::Tensor control_message_;  // Of a step; kept, so that a steady step allocates nothing.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // Hooks outlive the engine.
   std::weak_ptr<BackwardToken> backward_token_;  // Expires when autograd drops the backward.
   std::vector<int> num_missing_;                 // By unit: gradients until complete.
