@@ -337,11 +337,13 @@ def c10d_communicator(
     timeout_ms: int,
     make_part: Callable[[Group], ProcessGroup] | None = None,
     world_store: Store | None = None,
+    is_sole_user: bool = False,
 ) -> Communicator:
     """A communicator over a torch process group of the same ranks in the same order.
 
     ``make_part`` makes the process group of a part, for ``split``. ``world_store`` is shared by all
     groups of a world: a rank that fails in one is then not called silent in another.
+    ``is_sole_user``: nobody else issues operations on ``process_group``, so calls return at once.
     """
 
 def recording_communicator(

@@ -190,6 +190,7 @@ class Transports:
                 self._timeout_ms,
                 self._make_process_group,
                 self._store,
+                is_sole_user=True,
             )
         store = self._fresh_store(backend, group)
         return _C.connect_backend(backend, store, group, self._timeout_ms)

@@ -266,13 +266,15 @@ void bind_backends(py::module_& m) {
   m.def(
       "c10d_communicator",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, Group group,
-         Milliseconds timeout_ms, MakeProcessGroup make_part, StorePtr world_store) {
+         Milliseconds timeout_ms, MakeProcessGroup make_part, StorePtr world_store,
+         bool is_sole_user) {
         return without_gil_at_its_end(make_c10d_communicator(
             process_group, std::move(group), std::chrono::milliseconds(timeout_ms),
-            std::move(make_part), std::move(world_store)));
+            std::move(make_part), std::move(world_store), is_sole_user));
       },
       py::arg("process_group"), py::arg("group"), py::arg("timeout_ms"),
-      py::arg("make_part") = py::none(), py::arg("world_store") = py::none());
+      py::arg("make_part") = py::none(), py::arg("world_store") = py::none(),
+      py::arg("is_sole_user") = false);
 
   py::class_<BackendInfo>(m, "BackendInfo", "A transport, and whether it can be used here.")
       .def_readonly("name", &BackendInfo::name)

@@ -1,6 +1,19 @@
 // Over a torch ProcessGroup, by the virtuals of its base class only. What Gloo does badly is done
 // here: its reduce-scatter is a whole all-reduce, it sums bf16 in bf16, refuses some dtypes, and
-// leaves ranks that wait for a failed rank's neighbour alone until their limit.
+// leaves ranks that wait for a failed rank's neighbour alone until their limit. Long, because
+// health, work and communicator share one protocol and would only be read together.
+//
+// [Note: who issues]
+// Ranks compare what they are about to issue, and the transport gets the data only then. A thread
+// of the communicator waits for that answer, so the caller goes on. The transport pairs operations
+// by their order: with a process group that others use too, only the caller's thread knows the
+// order that all ranks have in common, so there the caller waits.
+//
+// [Note: after a disagreement]
+// The ranks used up the same comparison and moved no data, so they are still in step. A rank may
+// have issued more meanwhile, its peers less; none of that may reach the transport. So everything
+// fails that was issued before the rank learned of the disagreement, by a wait() that threw it, and
+// what it issues from then on is compared again.
 #include "hopshard/comm/c10d.hpp"
 
 #include <ATen/core/grad_mode.h>
@@ -10,7 +23,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cctype>
+#include <cstdint>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -18,10 +33,12 @@
 #include <utility>
 
 #include "../call_record.hpp"
+#include "../completion.hpp"
 #include "../describe.hpp"
 #include "../reduce_parts.hpp"
 #include "hopshard/core/error.hpp"
 #include "hopshard/core/log.hpp"
+#include "hopshard/core/ordered_worker.hpp"
 
 namespace hopshard {
 namespace {
@@ -218,17 +235,75 @@ std::string describe_silent_ranks(GroupHealth& health) {
       "; look at the output of the other ranks first. The transport says: ", cause, first_report));
 }
 
+/// See [Note: after a disagreement]. Threads: any.
+class Disagreement {
+ public:
+  /// The number of an operation that is issued now.
+  [[nodiscard]] std::int64_t next_number() {
+    const std::lock_guard lock(mutex_);
+    return next_number_++;
+  }
+
+  void found(std::int64_t number, const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    text_ = text;
+    found_at_ = number;
+    first_allowed_ = std::numeric_limits<std::int64_t>::max();
+  }
+
+  /// The caller was told by this operation; what it issues from here on takes that into account.
+  void was_told(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    if (number >= found_at_) {  // Else it was stopped by an earlier disagreement.
+      first_allowed_ = std::min(first_allowed_, next_number_);
+    }
+  }
+
+  /// The text of the disagreement after which this operation was issued unknowingly.
+  [[nodiscard]] std::optional<std::string> stops(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    if (text_ && number >= first_allowed_) {
+      text_.reset();
+    }
+    return text_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::int64_t next_number_ = 0;
+  std::int64_t found_at_ = 0;
+  std::int64_t first_allowed_ = 0;
+  std::optional<std::string> text_;
+};
+
+/// What a communicator and its works share.
+struct Shared {
+  Shared(c10::intrusive_ptr<c10d::Store> store, StorePtr world_store, const Group& group)
+      : health(std::move(store), std::move(world_store), group) {}
+
+  GroupHealth health;
+  Disagreement disagreement;
+};
+
+/// An operation on its way to the transport. What stands below `completion` is written before that
+/// is finished, and the work's from then on.
+struct Launch {
+  std::int64_t number = 0;
+  detail::Completion completion;
+  TorchWork work;
+  std::function<void()> finish;  ///< Also keeps scratch memory and buffers alive.
+  std::chrono::steady_clock::time_point deadline;
+};
+
 class C10dWork final : public Work {
  public:
-  C10dWork(std::shared_ptr<GroupHealth> health, std::string call_text, milliseconds timeout,
-           bool is_on_cpu, TorchWork work, std::function<void()> finish)
-      : health_(std::move(health)),
+  C10dWork(std::shared_ptr<Shared> shared, std::string call_text, milliseconds timeout,
+           bool is_on_cpu, std::shared_ptr<Launch> launch)
+      : shared_(std::move(shared)),
         call_text_(std::move(call_text)),
         timeout_(timeout),
-        deadline_(std::chrono::steady_clock::now() + timeout + kGrace),
         is_on_cpu_(is_on_cpu),
-        work_(std::move(work)),
-        finish_(std::move(finish)) {}
+        launch_(std::move(launch)) {}
 
   ~C10dWork() override {
     if (waited_) {
@@ -241,7 +316,10 @@ class C10dWork final : public Work {
     }
   }
 
-  bool test() override { return waited_ || work_->isCompleted() || health_->reason().has_value(); }
+  bool test() override {
+    return waited_ || shared_->health.reason().has_value() ||
+           (launch_->completion.is_done() && (!launch_->work || launch_->work->isCompleted()));
+  }
 
   void wait() override {
     if (waited_) {
@@ -252,79 +330,92 @@ class C10dWork final : public Work {
     }
     waited_ = true;
     try {
+      wait_for_launch();
       wait_for_transport();
-      if (finish_) {
-        finish_();
+      if (launch_->finish) {
+        launch_->finish();
       }
+    } catch (const ScheduleError&) {
+      shared_->disagreement.was_told(launch_->number);
+      error_ = std::current_exception();
     } catch (const Error&) {
       error_ = std::current_exception();
     } catch (const std::exception& error) {
       try {
-        throw_failed(*health_, call_text_, error, timeout_);
+        throw_failed(shared_->health, call_text_, error, timeout_);
       } catch (const Error&) {
         error_ = std::current_exception();
       }
     }
     // The transport may still write into the buffers after a failure; its own work keeps those.
-    finish_ = nullptr;
-    work_.reset();
+    launch_.reset();
     if (error_) {
       std::rethrow_exception(error_);
     }
   }
 
  private:
+  /// The buffers belong to the thread that issues until it says otherwise. It ends by itself: its
+  /// comparisons have time limits, and no later one starts after a failure.
+  void wait_for_launch() {
+    while (!launch_->completion.wait_for(std::chrono::hours(1))) {
+    }
+    if (const std::exception_ptr error = launch_->completion.take_error()) {
+      std::rethrow_exception(error);
+    }
+  }
+
   void wait_for_transport() {
+    c10d::Work& work = *launch_->work;
     if (!is_on_cpu_) {
       // Orders the device's stream; the process group's watchdog keeps the time limit.
-      HOPSHARD_CHECK(work_->wait(), CommError, call_text_, ": the process group was aborted");
+      HOPSHARD_CHECK(work.wait(), CommError, call_text_, ": the process group was aborted");
       return;
     }
+    GroupHealth& health = shared_->health;
     milliseconds slice = kQuietWait;
-    while (!completes_within(slice)) {
+    while (!completes_within(work, slice)) {
       slice = kPollInterval;
-      if (const auto reason = health_->reason()) {
+      if (const auto reason = health.reason()) {
         throw CommError(detail::concatenate(call_text_, ": the group has failed: ", *reason));
       }
-      if (const auto reason = health_->reason_of_others()) {
-        health_->fail(*reason);
+      if (const auto reason = health.reason_of_others()) {
+        health.fail(*reason);
         throw CommError(
-            detail::concatenate(call_text_, ": ", *reason, describe_silent_ranks(*health_)));
+            detail::concatenate(call_text_, ": ", *reason, describe_silent_ranks(health)));
       }
-      if (std::chrono::steady_clock::now() > deadline_) {
+      if (std::chrono::steady_clock::now() > launch_->deadline) {
         const std::string cause = "the operation timed out in the transport's queue";
-        health_->fail(cause);
+        health.fail(cause);
         throw TimeoutError(detail::concatenate(call_text_, ": not finished within ",
                                                timeout_.count(), " ms: ", cause,
-                                               describe_silent_ranks(*health_)));
+                                               describe_silent_ranks(health)));
       }
     }
   }
 
   /// True once finished; a failed transport throws its error. Waiting for a slice has no side
   /// effect on the work: it throws if the slice ended first, which isCompleted() tells apart.
-  bool completes_within(milliseconds slice) {
+  bool completes_within(c10d::Work& work, milliseconds slice) const {
     try {
-      HOPSHARD_CHECK(work_->wait(slice), CommError, call_text_, ": the process group was aborted");
+      HOPSHARD_CHECK(work.wait(slice), CommError, call_text_, ": the process group was aborted");
       return true;
     } catch (const Error&) {
       throw;
     } catch (const std::exception&) {
-      if (!work_->isCompleted()) {
+      if (!work.isCompleted()) {
         return false;
       }
     }
-    HOPSHARD_CHECK(work_->wait(), CommError, call_text_, ": the process group was aborted");
+    HOPSHARD_CHECK(work.wait(), CommError, call_text_, ": the process group was aborted");
     return true;
   }
 
-  std::shared_ptr<GroupHealth> health_;
+  std::shared_ptr<Shared> shared_;
   std::string call_text_;
   milliseconds timeout_;
-  std::chrono::steady_clock::time_point deadline_;
   bool is_on_cpu_;
-  TorchWork work_;
-  std::function<void()> finish_;  ///< Also keeps scratch memory and buffers alive.
+  std::shared_ptr<Launch> launch_;
   bool waited_ = false;
   std::exception_ptr error_;
 };
@@ -349,25 +440,29 @@ void reduce_chunks(const at::Tensor& output, const at::Tensor& chunks, int size,
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group, Group group,
-                   milliseconds timeout, MakeProcessGroup make_part, StorePtr world_store)
+                   milliseconds timeout, MakeProcessGroup make_part, StorePtr world_store,
+                   bool is_sole_user)
       : Communicator(std::move(group)),
         process_group_(std::move(process_group)),
         timeout_(timeout),
         make_part_(std::move(make_part)),
         world_store_(std::move(world_store)),
-        health_(std::make_shared<GroupHealth>(process_group_->getStore(), world_store_,
-                                              this->group())) {}
+        shared_(std::make_shared<Shared>(process_group_->getStore(), world_store_, this->group())) {
+    if (is_sole_user && size() > 1) {
+      issuer_.emplace("hopshard-c10d");
+    }
+  }
 
   [[nodiscard]] std::string_view backend() const noexcept override { return kBackend; }
 
   void abort(std::string_view reason) override {
-    health_->fail(detail::concatenate("aborted: ", reason));
+    shared_->health.fail(detail::concatenate("aborted: ", reason));
   }
 
  private:
   WorkPtr do_all_gather(at::Tensor output, at::Tensor input, const CommOptions& options) override {
     return issue({.op = "all_gather", .numel = input.numel(), .dtype = input.scalar_type()},
-                 options, output.is_cpu(), [&](milliseconds timeout, auto&) {
+                 options, output.is_cpu(), [this, output, input](milliseconds timeout, auto&) {
                    const at::Tensor part = as_bytes(input);
                    return start_all_gather(as_bytes(output), part, timeout, /*in_slots=*/true);
                  });
@@ -379,14 +474,15 @@ class C10dCommunicator final : public Communicator {
                   .numel = output.numel(),
                   .dtype = output.scalar_type(),
                   .reduce_op = op},
-                 options, input.is_cpu(), [&](milliseconds timeout, auto& finish) {
+                 options, input.is_cpu(),
+                 [this, output, input, op, accumulate = options.accumulate](milliseconds timeout,
+                                                                            auto& finish) {
                    at::Tensor to_send = input.view({input.numel()});
                    if (!group().has_identity_slots()) {
                      to_send = in_rank_order(to_send);
                    }
                    const at::Tensor received = at::empty({input.numel()}, input.options());
-                   finish = [to_send, received, output, op, size = size(),
-                             accumulate = options.accumulate] {
+                   finish = [to_send, received, output, op, size = size(), accumulate] {
                      reduce_chunks(output, received, size, op, accumulate);
                    };
                    c10d::AllToAllOptions torch_options;
@@ -404,7 +500,7 @@ class C10dCommunicator final : public Communicator {
                   .numel = tensor.numel(),
                   .dtype = tensor.scalar_type(),
                   .reduce_op = op},
-                 options, tensor.is_cpu(), [&](milliseconds timeout, auto& finish) {
+                 options, tensor.is_cpu(), [this, tensor, op](milliseconds timeout, auto& finish) {
                    const auto gathered_bytes = static_cast<std::int64_t>(tensor.nbytes()) * size();
                    if (op == ReduceOp::kMax || gathered_bytes <= kGatheredSumLimitBytes) {
                      // Maxima always go this way: transports do not agree on what a maximum with
@@ -435,7 +531,7 @@ class C10dCommunicator final : public Communicator {
   WorkPtr do_broadcast(at::Tensor tensor, int root, const CommOptions& options) override {
     return issue(
         {.op = "broadcast", .numel = tensor.numel(), .dtype = tensor.scalar_type(), .root = root},
-        options, tensor.is_cpu(), [&](milliseconds timeout, auto&) {
+        options, tensor.is_cpu(), [this, tensor, root](milliseconds timeout, auto&) {
           c10d::BroadcastOptions torch_options;
           torch_options.rootRank = root;
           torch_options.timeout = timeout;
@@ -448,7 +544,7 @@ class C10dCommunicator final : public Communicator {
     const std::vector<c10::Device> devices = process_group_->getDeviceTypes();
     const bool has_cpu = std::any_of(devices.begin(), devices.end(),
                                      [](const c10::Device& device) { return device.is_cpu(); });
-    issue({.op = "barrier"}, options, has_cpu, [&](milliseconds timeout, auto&) {
+    issue({.op = "barrier"}, options, has_cpu, [this, has_cpu](milliseconds timeout, auto&) {
       c10d::BarrierOptions torch_options;
       torch_options.timeout = timeout;
       if (has_cpu) {
@@ -463,60 +559,95 @@ class C10dCommunicator final : public Communicator {
                    "': this communicator was made without a function that makes process groups");
     if (part.size() == 1) {
       return std::make_shared<C10dCommunicator>(process_group_, std::move(part), timeout_,
-                                                make_part_, world_store_);
+                                                make_part_, world_store_, /*is_sole_user=*/false);
     }
     c10::intrusive_ptr<c10d::ProcessGroup> process_group = make_part_(part);
     return make_c10d_communicator(std::move(process_group), std::move(part), timeout_, make_part_,
-                                  world_store_);
+                                  world_store_, /*is_sole_user=*/true);
   }
 
-  /// Runs `start(timeout, finish) -> TorchWork` and wraps what it returns. The transport keeps its
-  /// own buffers alive, `finish` the others. `operation` is compared across ranks.
+  /// Has `start(timeout, finish) -> TorchWork` run once all ranks are known to issue `operation`.
+  /// The transport keeps its own buffers alive, `finish` the others.
   template <typename Start>
   WorkPtr issue(detail::OperationText operation, const CommOptions& options, bool is_on_cpu,
                 Start start) {
     operation.tag = options.tag;
     const std::string call_text =
         detail::describe_call(kBackend, operation.op, options.tag, group());
-    if (const auto reason = health_->reason()) {
-      throw CommError(detail::concatenate(
-          call_text, ": the group is unusable since an earlier failure: ", *reason));
-    }
+    check_usable(call_text);
     const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : timeout_;
-    const at::NoGradGuard no_grad;
-    std::function<void()> finish;
-    try {
-      if (is_on_cpu) {
-        agree_on(detail::to_string(operation), call_text, timeout);
+    const auto launch = std::make_shared<Launch>();
+    launch->number = shared_->disagreement.next_number();
+    auto work = std::make_unique<C10dWork>(shared_, call_text, timeout, is_on_cpu, launch);
+    std::function<void()> task = [this, launch, call_text, timeout, is_on_cpu,
+                                  description = detail::to_string(operation),
+                                  start = std::move(start)] {
+      const at::NoGradGuard no_grad;
+      try {
+        if (is_on_cpu) {
+          check_usable(call_text);
+          agree_on(description, call_text, timeout, launch->number);
+        }
+        launch->work = start(timeout, launch->finish);
+        launch->deadline = std::chrono::steady_clock::now() + timeout + kGrace;
+        launch->completion.finish();
+      } catch (const Error&) {
+        launch->completion.fail(std::current_exception());
+      } catch (const std::exception& error) {
+        try {
+          throw_failed(shared_->health, call_text, error, timeout);
+        } catch (const Error&) {
+          launch->completion.fail(std::current_exception());
+        }
       }
-      TorchWork work = start(timeout, finish);
-      return std::make_unique<C10dWork>(health_, call_text, timeout, is_on_cpu, std::move(work),
-                                        std::move(finish));
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      throw_failed(*health_, call_text, error, timeout);
+    };
+    if (issuer_ && is_on_cpu) {
+      issuer_->submit(std::move(task));
+    } else {
+      task();
+      if (!launch->work) {
+        work->wait();  // Throws.
+      }
     }
+    return work;
+  }
+
+  void check_usable(const std::string& call_text) const {
+    const auto reason = shared_->health.reason();
+    HOPSHARD_CHECK(!reason, CommError, call_text,
+                   ": the group is unusable since an earlier failure: ", *reason);
   }
 
   /// Throws ScheduleError on every rank unless all are about to do the same. One message of a few
   /// bytes per rank, before the data.
-  void agree_on(const std::string& description, const std::string& call_text,
-                milliseconds timeout) {
+  void agree_on(const std::string& description, const std::string& call_text, milliseconds timeout,
+                std::int64_t number) {
+    const auto earlier = shared_->disagreement.stops(number);
+    HOPSHARD_CHECK(!earlier, ScheduleError, call_text,
+                   ": not carried out, because of an operation before it: ", *earlier);
     const detail::CallRecord record = detail::make_call_record(description);
     constexpr auto kBytes = static_cast<std::int64_t>(detail::kCallRecordBytes);
-    const at::Tensor mine = at::empty({kBytes}, at::TensorOptions().dtype(at::kByte));
-    std::copy(record.begin(), record.end(), mine.mutable_data_ptr<std::uint8_t>());
-    const at::Tensor all = at::empty({kBytes * size()}, mine.options());
-    C10dWork(health_, call_text, timeout, /*is_on_cpu=*/true,
-             start_all_gather(all, mine, timeout, /*in_slots=*/false), nullptr)
-        .wait();
+    if (!my_record_.defined()) {
+      my_record_ = at::empty({kBytes}, at::TensorOptions().dtype(at::kByte));
+      records_ = at::empty({kBytes * size()}, my_record_.options());
+    }
+    std::copy(record.begin(), record.end(), my_record_.mutable_data_ptr<std::uint8_t>());
+    const auto launch = std::make_shared<Launch>();
+    launch->work = start_all_gather(records_, my_record_, timeout, /*in_slots=*/false);
+    launch->deadline = std::chrono::steady_clock::now() + timeout + kGrace;
+    launch->completion.finish();
+    C10dWork(shared_, call_text, timeout, /*is_on_cpu=*/true, launch).wait();
     const auto difference = detail::explain_difference(
-        {all.const_data_ptr<std::uint8_t>(), static_cast<std::size_t>(all.numel())}, group());
-    HOPSHARD_CHECK(!difference, ScheduleError, call_text,
-                   ": the ranks issued different collectives, no data was moved: ", *difference,
-                   ". All ranks must run the same program; a rank may only skip a unit inside a "
-                   "training forward");
+        {records_.const_data_ptr<std::uint8_t>(), static_cast<std::size_t>(records_.numel())},
+        group());
+    if (difference) {
+      const std::string text = detail::concatenate(
+          "the ranks issued different collectives, no data was moved: ", *difference,
+          ". All ranks must run the same program; a rank may only skip a unit inside a training "
+          "forward");
+      shared_->disagreement.found(number, text);
+      throw ScheduleError(detail::concatenate(call_text, ": ", text));
+    }
   }
 
   TorchWork start_all_gather(at::Tensor output, at::Tensor input, milliseconds timeout,
@@ -550,7 +681,11 @@ class C10dCommunicator final : public Communicator {
   milliseconds timeout_;
   MakeProcessGroup make_part_;
   StorePtr world_store_;
-  std::shared_ptr<GroupHealth> health_;
+  std::shared_ptr<Shared> shared_;
+  // Of the thread that issues. Unchanged after a failure, when the transport may still write there.
+  at::Tensor my_record_;
+  at::Tensor records_;
+  std::optional<OrderedWorker> issuer_;  // The last: its tasks use all of the above.
 };
 
 class C10dStore final : public Store {
@@ -601,7 +736,8 @@ StorePtr make_c10d_store(c10::intrusive_ptr<c10d::Store> store) {
 
 CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                        Group group, std::chrono::milliseconds timeout,
-                                       MakeProcessGroup make_part, StorePtr world_store) {
+                                       MakeProcessGroup make_part, StorePtr world_store,
+                                       bool is_sole_user) {
   group.validate();
   HOPSHARD_CHECK(process_group, InvalidArgument, "group '", group.name,
                  "': the process group is None; this process is not a member of it");
@@ -613,7 +749,8 @@ CommunicatorPtr make_c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> pr
   HOPSHARD_CHECK(timeout.count() > 0, InvalidArgument, "group '", group.name,
                  "': the time limit must be positive, got ", timeout.count(), " ms");
   return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(group), timeout,
-                                            std::move(make_part), std::move(world_store));
+                                            std::move(make_part), std::move(world_store),
+                                            is_sole_user);
 }
 
 }  // namespace hopshard

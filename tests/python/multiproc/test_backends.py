@@ -159,6 +159,15 @@ def case_in_flight(rank: int, size: int) -> None:
         other.barrier()
         gather.wait()
         assert whole.sum() == 10_000 * size * (size + 1) // 2
+    # A rank goes on while another has not come.
+    one.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(2)
+    late = [one.all_reduce(torch.ones(5)) for _ in range(3)]
+    assert rank == 1 or time.monotonic() - start < 1.5
+    for work in late:
+        work.wait()
     work = one.all_reduce(tensors[0])
     deadline = time.monotonic() + 10
     while not work.test():
@@ -300,6 +309,20 @@ def case_mismatch(rank: int, size: int) -> None:
 
     text = expect(_C.ScheduleError, call, "all_gather 'unshard/h.0' of 5", "all_reduce 'norm' of 7")
     assert "rank 1: all_reduce" in text
+    if BACKEND != "c10d":
+        return
+    # Each rank has issued another number of operations before it hears of a disagreement. None of
+    # those moves data, and the ranks are in step after it: twice, to leave nothing behind.
+    for round_ in range(2):
+        tensor = torch.ones(3)
+        works = [comm.all_reduce(tensor, tag=f"of rank {rank}")]
+        works += [comm.all_reduce(tensor, tag="later") for _ in range(2 * rank)]
+        expect(_C.ScheduleError, works[-1].wait, "rank 0: all_reduce 'of rank 0'")
+        good = torch.ones(3)
+        comm.all_reduce(good, tag=f"good {round_}").wait()
+        assert good.eq(size).all() and tensor.eq(1).all()
+        for work in works:
+            expect(_C.ScheduleError, work.wait, "rank 1: all_reduce 'of rank 1'")
 
 
 def case_abort(rank: int, size: int) -> None:
