@@ -77,8 +77,6 @@ class Run:
         return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-_BETWEEN_NODES: Final = "shm+ofi"
-"""Libfabric's tcp comes closer to the line rate than Gloo, which "auto" takes without EFA."""
 _PEERS: Final = ("ddp", "fsdp2", "fsdp2_keep", "hsdp")
 PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
     "local": (
@@ -114,7 +112,6 @@ PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
                 (2, 4),
                 accumulation=4,
                 rate="1gbit",
-                backend=_BETWEEN_NODES,
                 steps=9,
                 seconds=240.0,
                 verified_steps=2,
@@ -124,7 +121,6 @@ PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
                 (4,),
                 accumulation=1,
                 rate="1gbit",
-                backend=_BETWEEN_NODES,
                 steps=12,
                 seconds=60.0,
                 verified_steps=2,
@@ -134,7 +130,6 @@ PRESETS: Final[dict[str, tuple[tuple[Run, ...], tuple[Promise, ...]]]] = {
                 (2,),
                 accumulation=4,
                 rate="200mbit",
-                backend=_BETWEEN_NODES,
                 steps=5,
                 seconds=200.0,
                 warmup_steps=1,

@@ -33,7 +33,6 @@ from typing import Any, Final
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # For the imports below.
 
 import torch
-from hopshard.transports import Offer
 
 from benchmarks._arms import DTYPES, KINDS, MODELS, Arm, build_model, choose_arms
 from benchmarks._launch import is_rank, start_ranks, wait_for_all
@@ -104,21 +103,12 @@ def chosen_runs(arguments: argparse.Namespace) -> tuple[list[Run], Sequence[Prom
         runs = [run if arguments.no_memory else dataclasses.replace(run, memory=run.arms)]
     else:
         planned, promises = PRESETS[arguments.preset]
-        runs = [
-            dataclasses.replace(run, backend=arguments.backend or available(run.backend))
-            for run in planned
-        ]
+        runs = [dataclasses.replace(run, backend=arguments.backend) for run in planned]
         if arguments.arms is not None:
             runs = [only(run, arguments.arms) for run in runs]
         if arguments.no_memory:
             runs = [dataclasses.replace(run, memory=()) for run in runs]
     return [run.quick() if arguments.quick else run for run in runs], promises
-
-
-def available(backend: str) -> str:
-    """``backend``, or "auto" where this machine does not have all of it."""
-    missing = Offer.here(host="").missing
-    return "auto" if any(name in missing for name in backend.split("+")) else backend
 
 
 def run_from(arguments: argparse.Namespace) -> Run:
@@ -137,7 +127,7 @@ def run_from(arguments: argparse.Namespace) -> Run:
         (),
         arguments.model,
         arguments.batch,
-        arguments.backend or "auto",
+        arguments.backend,
     )
 
 
@@ -169,9 +159,7 @@ def parse_arguments() -> argparse.Namespace:
         "--batch", type=_count, default=GOAL_BATCH, help="sequences per rank and micro-step"
     )
     parser.add_argument("--accumulation", type=_count, default=4, help="micro-steps per step")
-    parser.add_argument(
-        "--backend", help="hopshard's transport; default: auto, between nodes ofi if it is there"
-    )
+    parser.add_argument("--backend", default="auto", help="hopshard's transport")
     parser.add_argument("--steps", type=_count, default=20, help="timed ones of each arm")
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="end the timed steps after so long"
