@@ -48,7 +48,7 @@ class Precision:
 
     cast_forward_inputs: bool = True
     """Cast floating-point arguments of the model, of its units and of modules with an override to
-    their dtype."""
+    their dtype, also in tuples, lists and dicts; not inside other objects."""
 
     overrides: Mapping[type[nn.Module] | str, torch.dtype] = field(default_factory=dict)
     """Another dtype for modules of a class, or whose name matches a pattern (``"*.norm_*"``), and
@@ -194,7 +194,8 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.state_dict():
-            setattr(self, name, state[name])
+            if name != "scale" or self.is_dynamic:  # A fixed one is the program's.
+                setattr(self, name, state[name])
 
 
 def _walk(

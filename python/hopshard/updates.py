@@ -457,7 +457,10 @@ class Pieces(Update):
         mine: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0:
-                mine[name] = self.engine.piece_from_full(index, value).clone()
+                part = self.engine.piece_from_full(index, value)
+                # State of 16-bit parameters is fp32, as their masters.
+                dtype = piece.dtype if value.is_floating_point() else value.dtype
+                mine[name] = part.to(dtype, copy=True)
             elif isinstance(value, torch.Tensor):
                 mine[name] = value.clone()
             else:

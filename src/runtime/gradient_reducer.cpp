@@ -367,7 +367,8 @@ void GradientReducer::second_hop() {
 }
 
 void GradientReducer::zero() {
-  settle();
+  // Nobody wants the sums; an error of theirs is not one of forgetting them.
+  static_cast<void>(abandon_reductions());
   forget_hops();
   for (Pending& pending : pending_) {
     drop(pending);

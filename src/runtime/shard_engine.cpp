@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/InferenceMode.h>
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -205,20 +206,34 @@ void ShardEngine::or_recover(const std::function<void()>& body) {
   try {
     body();
   } catch (const CommError&) {
-    // What is under way may have failed first, and knows why.
-    std::exception_ptr cause = store_->abandon_gathers();
-    if (const std::exception_ptr other = reducer_->abandon_reductions(); !cause) {
-      cause = other;
-    }
-    recover(/*weights_changed=*/true);  // Of no unit is it known that it was gathered.
-    if (cause) {
-      std::rethrow_exception(cause);
-    }
+    abandon_collectives();
+    throw;
+  } catch (const ScheduleError&) {
+    abandon_collectives();
     throw;
   } catch (...) {
     recover();
     throw;
   }
+}
+
+/// After one that failed. Throws the error of one that had failed before, if there is any.
+void ShardEngine::abandon_collectives() {
+  // What is under way may have failed first, and knows why.
+  std::exception_ptr cause = store_->abandon_gathers();
+  if (const std::exception_ptr other = reducer_->abandon_reductions(); !cause) {
+    cause = other;
+  }
+  recover(/*weights_changed=*/true);  // Of no unit is it known that it was gathered.
+  order_.clear();                     // All ranks hear of it, and begin anew.
+  if (cause) {
+    std::rethrow_exception(cause);
+  }
+}
+
+void ShardEngine::forget_secondary(int unit) {
+  schedule_->forget_secondary(unit);
+  store_->forget_secondary(unit);
 }
 
 void ShardEngine::recover(bool weights_changed) {
@@ -227,10 +242,14 @@ void ShardEngine::recover(bool weights_changed) {
   static_cast<void>(schedule_->reset(weights_changed));
   timeline_.drop_spans(TimelineLane::kCompute);
   for (int unit = 0; unit < store_->num_units(); ++unit) {
+    if (weights_changed) {
+      store_->forget_secondary(unit);
+    }
     if (!schedule_->is_gathered(unit)) {
       store_->release(unit);
     } else if (!store_->is_attached(unit)) {
       schedule_->forget(unit);
+      store_->release(unit);
     }
     if (!store_->holds_secondary(unit)) {
       schedule_->forget_secondary(unit);
@@ -612,6 +631,7 @@ void ShardEngine::end_join(bool failed) {
 /// Returns whether any rank runs another forward.
 bool ShardEngine::meet_joined(bool runs, bool failed) {
   const at::NoGradGuard no_grad;
+  const c10::InferenceMode off(false);  // Generation runs in it; the transport does not.
   const int global_rank = groups_.world->rank();
   at::Tensor flags = at::tensor({std::int64_t{runs}, std::int64_t{failed ? global_rank + 1 : 0}},
                                 at::TensorOptions().dtype(at::kLong));
@@ -640,7 +660,7 @@ void ShardEngine::unpin(int unit, bool write_back) {
   std::exception_ptr refused;
   bool is_discarded = false;
   if (write_back) {
-    schedule_->forget_secondary(unit);
+    forget_secondary(unit);
     try {
       store_->write_back(unit);
     } catch (const ConfigError&) {
@@ -675,7 +695,7 @@ void ShardEngine::write_parameter(int parameter, const at::Tensor& full) {
   const at::NoGradGuard no_grad;
   store_->write_parameter(parameter, full);
   const ParameterPlace& place = store_->parameters()[static_cast<std::size_t>(parameter)];
-  schedule_->forget_secondary(place.unit);
+  forget_secondary(place.unit);
   const ShardedBuffer& buffer = store_->buffers()[static_cast<std::size_t>(place.buffer)];
   place.parameter.unsafeGetTensorImpl()->bump_version();
   if (buffer.flat->is_attached()) {

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <array>
@@ -235,6 +236,7 @@ bool ShardStore::is_trainable(int unit) const {
 
 void ShardStore::begin_gather(int unit, bool from_secondary, bool keeps_secondary) {
   const at::NoGradGuard no_grad;
+  const c10::InferenceMode off(false);  // Transports write on threads of their own.
   for (const int index : buffers_of(unit)) {
     const ShardedBuffer& buffer = buffers_[static_cast<std::size_t>(index)];
     buffer.flat->check_untouched();
@@ -331,6 +333,12 @@ bool ShardStore::holds_secondary(int unit) const {
   return std::all_of(buffers_of(unit).begin(), buffers_of(unit).end(), [this](int buffer) {
     return buffers_[static_cast<std::size_t>(buffer)].holds_secondary;
   });
+}
+
+void ShardStore::forget_secondary(int unit) {
+  for (const int index : buffers_of(unit)) {
+    buffers_[static_cast<std::size_t>(index)].holds_secondary = false;
+  }
 }
 
 bool ShardStore::is_attached(int unit) const {
@@ -430,6 +438,7 @@ void ShardStore::gather_flat(const ShardedBuffer& buffer, const at::Tensor& aren
                              const std::string& tag,
                              const std::function<void(const at::Tensor& flat)>& use) {
   const at::NoGradGuard no_grad;
+  const c10::InferenceMode off(false);
   const FlatLayout& layout = buffer.flat->layout();
   const ScopedBlock block(pool_, layout.numel() * arena_like.element_size());
   const at::Tensor flat = at::from_blob(block.data(), {layout.numel()},

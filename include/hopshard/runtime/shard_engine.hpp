@@ -127,6 +127,8 @@ class ShardEngine {
   void run(const Actions& actions);
   void carry_out(const Action& action);
   void recover(bool weights_changed = false);
+  void abandon_collectives();
+  void forget_secondary(int unit);
   /// Runs what may fail, after which nothing must stay gathered.
   void or_recover(const std::function<void()>& body);
   void ensure_backward();

@@ -112,6 +112,8 @@ class ShardStore {
   void write_back(int unit);
   [[nodiscard]] bool is_attached(int unit) const;
   [[nodiscard]] bool holds_secondary(int unit) const;
+  /// The weights change: what they hold is no longer the unit.
+  void forget_secondary(int unit);
   /// @throws ShardedError  a gathered parameter was changed in place and not written back.
   void check_unchanged(int unit) const;
   /// Gathered parameters may differ from the shards on purpose.

@@ -238,7 +238,10 @@ TEST(BrokenPasses, TrainingGoesOnAfterAnExceptionInBackward) {
 }
 
 // On all ranks, at each allocation of the first steps once.
-TEST(BrokenPasses, TrainingGoesOnWhereMemoryRanOut) {
+class MemoryRunsOut : public ::testing::TestWithParam<int> {};  // Degree of secondary shards, or 0.
+INSTANTIATE_TEST_SUITE_P(Secondary, MemoryRunsOut, ::testing::Values(0, 2));
+
+TEST_P(MemoryRunsOut, TrainingGoesOn) {
   constexpr int kSteps = 3;
   const Reference reference(4, kSteps, 1, all_units);
   int num_failures = 0;
@@ -256,7 +259,8 @@ TEST(BrokenPasses, TrainingGoesOnWhereMemoryRanOut) {
       std::unique_ptr<ShardEngine> engine;
       try {
         engine = std::make_unique<ShardEngine>(
-            model.units, make_groups(hub, GroupLayout(4, 2, 2), rank, exhaust), EngineOptions{});
+            model.units, make_groups(hub, GroupLayout(4, 2, 4), rank, exhaust, GetParam()),
+            EngineOptions{});
       } catch (const Error&) {
         ++failed_at_start;
         return;

@@ -289,6 +289,9 @@ def test_one_ranks_overflow_skips_the_step_of_all(world: int, degree: int, bad: 
         scaler.scale = 1.0
         optimizer.load_state_dict(saved)
         assert scaler.scale == scales[-1]
+        scaler.scale, scaler.is_dynamic = 1.0, False
+        optimizer.load_state_dict(saved)
+        assert scaler.scale == 1.0  # A fixed one is the program's.
         return scales
 
     first = 2.0**16
@@ -332,6 +335,18 @@ def test_a_loss_that_was_not_scaled_is_refused() -> None:
 def test_what_is_not_possible(options: Any, text: str) -> None:
     with pytest.raises(hs.ConfigError, match=text):
         hs.Precision(**options)
+
+
+def test_state_of_any_optimizer_is_as_wide_as_the_masters() -> None:
+    def run() -> None:
+        model = hs.DistributedModel(Mlp(), precision=BF16)
+        optimizer = hs.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        model(rows(0, hs.rank())).float().sum().backward()
+        optimizer.step()
+        sums = [state["sum"] for state in optimizer.state_dict()["state"].values()]
+        assert {value.dtype for value in sums} == {torch.float32}
+
+    run_ranks(run, 2, sharded_data_parallel_degree=2)
 
 
 def test_what_does_not_fit_the_model() -> None:
