@@ -96,8 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ScheduleError: ranks ran different units; no weight was changed.
-            ConfigError: no parameter of the model ever got a gradient.
-            ConfigError: a loss scale is set and ``model.backward`` was not called.
+            ConfigError: no parameter of the model ever got a gradient, or a loss scale is set and
+                ``model.backward`` was not called.
             ShardedError: inside ``unshard`` or ``ema.applied``, or a parameter was changed in place
                 while it was gathered; nothing was updated.
         """
@@ -196,7 +196,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes a single process's state dict; each rank keeps its slices."""
         indices, groups = self._number_parameters()
         saved = state_dict["param_groups"]
-        scaler = self._model.loss_scaler
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
             raise ConfigError(
                 "the state dict has other parameter groups: "
@@ -212,6 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update.load_state(index, state_dict["state"].get(number_of[number], {}))
         for group, other in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
+        scaler = self._model.loss_scaler
         if scaler is not None and "loss_scaler" in state_dict:
             scaler.load_state_dict(state_dict["loss_scaler"])
             self._model._follow_loss_scale()
